@@ -1,0 +1,280 @@
+"""The kernels: loads, stores and control flow around norm, scale and rules.
+
+``step_kernel`` is the whole step in one cooperative launch:
+
+1. every gradient is read once: one float64 partial sum of squares per chunk, inf or NaN where a gradient is
+2. grid barrier
+3. every program adds up the partials in the same order: norm, finite?, clip coefficients
+4. unless the step is skipped, all chunks are updated, in the opposite order: the gradients read last are still
+   in the L2 cache
+5. the last program out writes what the launch changes besides: loss scale, step counters, outcome
+
+``statistics_kernel`` and ``apply_kernel`` are the two halves, for where something must happen in between, or where
+a cooperative launch is not to be had. ``apply_kernel`` alone is the step when there is nothing to wait for.
+"""
+
+import triton
+import triton.language as tl
+
+from . import scale, table
+from .grid import grid_barrier, is_last_out
+from .norm import add_up, chunk_sum
+from .table import as_float64, find_chunk, position
+
+# The outcome of a step: a device vector of float64.
+GRAD_NORM = tl.constexpr(0)
+FOUND_INF = tl.constexpr(1)
+SKIPPED = tl.constexpr(2)
+SKIPPED_STEPS = tl.constexpr(3)
+CONSECUTIVE_SKIPS = tl.constexpr(4)
+PENDING_INF = tl.constexpr(5)  # an inf that unscaling in place has seen since the last step
+OUTCOME = tl.constexpr(8)  # words
+
+
+@triton.jit
+def total_inv_scale(words, loss_scale):
+    """float64 factor that unscales the gradients: of the own loss scale and of an outer scaler's."""
+    inv_scale = tl.full((), 1.0, tl.float64)
+    if tl.load(words + table.UNSCALE) != 0:
+        inv_scale = 1 / tl.load(loss_scale + scale.SCALE)
+    address = tl.load(words + table.GRAD_SCALE)
+    if address != 0:
+        inv_scale = inv_scale / tl.load(address.to(tl.pointer_type(tl.float32))).to(tl.float64)
+    return inv_scale
+
+
+@triton.jit
+def gather_statistics(words, partials, inv_scale, GRADS: tl.constexpr, BLOCK: tl.constexpr):
+    """Phase 1: write the partial of every chunk, 0 for one without a gradient."""
+    n_chunks = tl.load(words + table.N_CHUNKS).to(tl.int32)
+    for chunk in range(tl.program_id(0), n_chunks, tl.num_programs(0)):
+        row, grad, begin, count = find_chunk(words, chunk)
+        partial = tl.full((), 0.0, tl.float64)
+        if grad != 0:
+            kind = (tl.load(row + table.KIND) >> 16) & 0xFFFF
+            layout = words + tl.load(row + table.LAYOUT)
+            for k in tl.static_range(len(GRADS)):
+                if kind == k:
+                    G: tl.constexpr = GRADS[k][0]
+                    C: tl.constexpr = GRADS[k][1]
+                    LANES: tl.constexpr = BLOCK * 32 // G.primitive_bitwidth  # 16 bytes per thread
+                    partial = chunk_sum(grad, begin, count, layout, inv_scale, G, C, LANES)
+        tl.store(partials + chunk, partial)
+
+
+@triton.jit
+def decide(words, partials, outcome, inv_scale, BLOCK: tl.constexpr):
+    """Phase 3: ``(norm, found_inf, skip)``, the same in every program."""
+    total = add_up(partials, tl.load(words + table.N_CHUNKS).to(tl.int32), BLOCK)
+    norm = tl.sqrt(total) * inv_scale
+    found_inf = (total < float("inf")) == 0
+    found_inf = found_inf | (tl.load(outcome + PENDING_INF) != 0)
+    address = tl.load(words + table.FOUND_INF)
+    if address != 0:
+        found_inf = found_inf | (tl.load(address.to(tl.pointer_type(tl.float32))) != 0)
+    skip = found_inf & (tl.load(words + table.SKIP_NONFINITE) != 0)
+    skip = skip | (norm > tl.load(as_float64(words) + table.SKIP_NORM))
+    return norm, found_inf, skip
+
+
+@triton.jit
+def grad_factors(group, norm, inv_scale, C: tl.constexpr):
+    """What a gradient is multiplied by, one after the other: unscaled, clipped, negated to maximize.
+
+    Two factors, since their product may be subnormal or beyond the range of ``C``; the second is 1 otherwise.
+    """
+    max_norm = tl.load(group + table.MAX_NORM)
+    coefficient = tl.minimum(max_norm / (norm + 1e-6), 1.0, propagate_nan=tl.PropagateNan.ALL)
+    coefficient = tl.where(max_norm < float("inf"), coefficient, 1.0)
+    factor = coefficient * inv_scale * tl.load(group + table.SIGN)
+    size = tl.abs(factor)
+    rescue = tl.where(size < 2.0**-100, 2.0**-100, tl.where(size > 2.0**100, 2.0**100, 1.0))
+    return (factor / rescue).to(C), rescue.to(C)
+
+
+@triton.jit
+def learning_rate(group):
+    """The group's lr, float64: from its row, or live from the tensor it names."""
+    lr = tl.load(group + table.LR)
+    words = group.to(tl.pointer_type(tl.int64), bitcast=True)
+    address = tl.load(words + table.LR_ADDRESS)
+    if address != 0:
+        if tl.load(words + table.LR_IS_DOUBLE) != 0:
+            lr = tl.load(address.to(tl.pointer_type(tl.float64)))
+        else:
+            lr = tl.load(address.to(tl.pointer_type(tl.float32))).to(tl.float64)
+    return lr
+
+
+@triton.jit
+def update_region(
+    grad, param, states, begin, lo, hi, layout, factors, scalars,
+    UPDATE: tl.constexpr, C: tl.constexpr, BLOCK: tl.constexpr, WIDE: tl.constexpr,
+):  # fmt: skip
+    """Update the elements ``begin + [lo, hi)``. ``WIDE`` as in :func:`norm.sum_region`."""
+    lanes = tl.arange(0, BLOCK)
+    for start in range(lo, hi, BLOCK):
+        offsets = start + lanes
+        if WIDE:
+            mask = offsets < tl.multiple_of(hi, 8)
+            grads = tl.multiple_of(grad + begin, 16) + offsets
+            params = tl.multiple_of(param + begin, 16) + offsets
+        else:
+            mask = offsets < hi
+            grads = grad + position(begin + offsets, layout, 1)
+            params = param + position(begin + offsets, layout, 2)
+        g = tl.load(grads, mask=mask, other=0.0).to(C) * factors[0] * factors[1]
+        p = tl.load(params, mask=mask, other=0.0).to(C)
+        s = ()
+        for k in tl.static_range(len(states)):
+            state = states[k] + begin
+            if WIDE:
+                state = tl.multiple_of(state, 16)
+            s = s + (tl.load(state + offsets, mask=mask, other=0.0),)
+        p, s = UPDATE(p, g, s, scalars, C)
+        tl.store(params, p.to(param.dtype.element_ty), mask=mask)
+        for k in tl.static_range(len(states)):
+            state = states[k] + begin
+            if WIDE:
+                state = tl.multiple_of(state, 16)
+            tl.store(state + offsets, s[k], mask=mask)
+
+
+@triton.jit
+def update_chunk(
+    words, row, address, begin, count, norm, inv_scale,
+    RULE: tl.constexpr, VARIANT: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
+    """Update one chunk of a tensor of the given variant: dtypes of grad, param, computation; number of states."""
+    C: tl.constexpr = VARIANT[2]
+    LANES: tl.constexpr = BLOCK * 32 // C.primitive_bitwidth  # 16 bytes per thread
+    NARROW: tl.constexpr = BLOCK // 4  # one element per thread
+    group = as_float64(words) + table.HEADER + (tl.load(row + table.KIND) >> 32) * table.GROUP
+    step = tl.full((), 1.0, tl.float64)
+    counter = tl.load(row + table.STEP)
+    if counter != 0:
+        step += tl.load(counter.to(tl.pointer_type(tl.float32))).to(tl.float64)
+    scalars = RULE[0](group + table.HYPER, learning_rate(group), step, C)
+    factors = grad_factors(group, norm, inv_scale, C)
+
+    grad = address.to(tl.pointer_type(VARIANT[0]))
+    param_address = tl.load(row + table.PARAM)
+    param = param_address.to(tl.pointer_type(VARIANT[1]))
+    addresses = address | param_address
+    states = ()
+    for k in tl.static_range(VARIANT[3]):
+        state_address = tl.load(row + table.STATE + k)
+        addresses = addresses | state_address
+        states = states + (state_address.to(tl.pointer_type(C)),)
+
+    layout = words + tl.load(row + table.LAYOUT)
+    is_wide = (addresses % 16 == 0) & (tl.load(layout) == 0)
+    whole = tl.where(is_wide, count // 8 * 8, 0)
+    update_region(grad, param, states, begin, 0, whole, layout, factors, scalars, RULE[1], C, LANES, True)
+    update_region(grad, param, states, begin, whole, count, layout, factors, scalars, RULE[1], C, NARROW, False)
+
+
+@triton.jit
+def update(words, norm, inv_scale, RULE: tl.constexpr, VARIANTS: tl.constexpr, BLOCK: tl.constexpr):
+    """Phase 4: update all chunks, last ones first."""
+    n_chunks = tl.load(words + table.N_CHUNKS).to(tl.int32)
+    for i in range(tl.program_id(0), n_chunks, tl.num_programs(0)):
+        # Compiled code runs a loop with a negative run-time step zero times: count up, and reverse here.
+        row, grad, begin, count = find_chunk(words, n_chunks - 1 - i)
+        if grad != 0:
+            variant = tl.load(row + table.KIND) & 0xFFFF
+            for k in tl.static_range(len(VARIANTS)):
+                if variant == k:
+                    update_chunk(words, row, grad, begin, count, norm, inv_scale, RULE, VARIANTS[k], BLOCK)
+
+
+@triton.jit
+def count_steps(words, BLOCK: tl.constexpr):
+    """Add one to the step counter of every parameter that has a gradient."""
+    n_tensors = tl.load(words + table.N_TENSORS).to(tl.int32)
+    grads = words + tl.load(words + table.GRADS)
+    rows = words + tl.load(words + table.ROWS)
+    for start in range(0, n_tensors, BLOCK):
+        tensor = start + tl.arange(0, BLOCK)
+        mask = tensor < n_tensors
+        mask = mask & (tl.load(grads + tensor, mask=mask, other=0) != 0)
+        counter = tl.load(rows + tensor * table.ROW + table.STEP, mask=mask, other=0)
+        mask = mask & (counter != 0)
+        counter = counter.to(tl.pointer_type(tl.float32))
+        tl.store(counter, tl.load(counter, mask=mask, other=0.0) + 1, mask=mask)
+
+
+@triton.jit
+def finish(words, counters, outcome, loss_scale, norm, found_inf, skip, BLOCK: tl.constexpr):
+    """Phase 5: the last program out writes loss scale, step counters and outcome."""
+    if is_last_out(counters):
+        consecutive = tl.load(outcome + CONSECUTIVE_SKIPS)
+        if skip:
+            tl.store(outcome + SKIPPED_STEPS, tl.load(outcome + SKIPPED_STEPS) + 1)
+            tl.store(outcome + CONSECUTIVE_SKIPS, consecutive + 1)
+        else:
+            tl.store(outcome + CONSECUTIVE_SKIPS, 0.0)
+            count_steps(words, BLOCK // 4)
+        tl.store(outcome + GRAD_NORM, norm)
+        tl.store(outcome + FOUND_INF, tl.where(found_inf, 1.0, 0.0))
+        tl.store(outcome + SKIPPED, tl.where(skip, 1.0, 0.0))
+        tl.store(outcome + PENDING_INF, 0.0)
+        mode = tl.load(words + table.ADVANCE)
+        if mode == 1:
+            scale.advance(loss_scale, found_inf)
+        if (mode == 2) & found_inf:
+            tl.store(loss_scale + scale.FOUND_INF, 1.0)
+
+
+@triton.jit
+def step_kernel(
+    words, partials, counters, outcome, loss_scale,
+    RULE: tl.constexpr, VARIANTS: tl.constexpr, GRADS: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
+    """The whole step. Launch cooperatively.
+
+    Args:
+        words: int64, the device table (see :mod:`.table`).
+        partials: ``[n_chunks]`` float64, written before it is read.
+        counters: ``[2]`` int32, zero before and after.
+        outcome: ``[OUTCOME]`` float64, laid out above.
+        loss_scale: ``[scale.WORDS]`` float64; not touched unless the header asks for it.
+        RULE: a pair of functions (see :mod:`.rules`).
+        VARIANTS: tuple of (grad dtype, param dtype, compute and state dtype, number of states).
+        GRADS: tuple of the distinct (grad dtype, compute dtype).
+        BLOCK: elements per program and turn: 4 per thread, so that float32 moves in 16-byte accesses.
+    """
+    inv_scale = total_inv_scale(words, loss_scale)
+    gather_statistics(words, partials, inv_scale, GRADS, BLOCK)
+    grid_barrier(counters)
+    norm, found_inf, skip = decide(words, partials, outcome, inv_scale, BLOCK)
+    if skip == 0:
+        update(words, norm, inv_scale, RULE, VARIANTS, BLOCK)
+    finish(words, counters, outcome, loss_scale, norm, found_inf, skip, BLOCK)
+
+
+@triton.jit
+def statistics_kernel(words, partials, loss_scale, GRADS: tl.constexpr, BLOCK: tl.constexpr):
+    """The first half: phase 1 of :func:`step_kernel`, with the same arguments."""
+    gather_statistics(words, partials, total_inv_scale(words, loss_scale), GRADS, BLOCK)
+
+
+@triton.jit
+def apply_kernel(
+    words, partials, counters, outcome, loss_scale,
+    RULE: tl.constexpr, VARIANTS: tl.constexpr, BLOCK: tl.constexpr, DECIDE: tl.constexpr,
+):  # fmt: skip
+    """The second half: phases 3 to 5 of :func:`step_kernel`, with the same arguments.
+
+    Without ``DECIDE`` nothing was gathered: no norm (NaN), no clipping, no skipping.
+    """
+    inv_scale = total_inv_scale(words, loss_scale)
+    if DECIDE:
+        norm, found_inf, skip = decide(words, partials, outcome, inv_scale, BLOCK)
+    else:
+        norm = tl.full((), float("nan"), tl.float64)
+        found_inf = tl.full((), 0, tl.int1)
+        skip = found_inf
+    if skip == 0:
+        update(words, norm, inv_scale, RULE, VARIANTS, BLOCK)
+    finish(words, counters, outcome, loss_scale, norm, found_inf, skip, BLOCK)

@@ -1,0 +1,89 @@
+"""The device table: one block of int64 words that tells a launch everything but the numbers it changes.
+
+    header | group rows | grad addresses | tensor rows | chunks | strided layouts
+
+What may change from step to step comes first (header, groups, grads), so that it is uploaded alone. All
+tensors of the optimizer are in the table; one without a gradient has the address 0 there and is passed over.
+
+A *chunk* is a run of elements of one tensor, ``header[CHUNK_SIZE]`` long: the unit of work of a program.
+A chunk's word holds the tensor's number in the upper and the chunk's number within it in the lower 32 bits.
+"""
+
+import triton
+import triton.language as tl
+
+# Header.
+N_TENSORS = tl.constexpr(0)
+N_CHUNKS = tl.constexpr(1)
+CHUNK_SIZE = tl.constexpr(2)
+GRADS = tl.constexpr(3)  # word at which the grad addresses start
+ROWS = tl.constexpr(4)  # ... the tensor rows
+CHUNKS = tl.constexpr(5)  # ... the chunks
+UNSCALE = tl.constexpr(6)  # 1: gradients carry the loss scale
+ADVANCE = tl.constexpr(7)  # loss scale: 0 stays, 1 advances with this step, 2 records found_inf for a later update
+SKIP_NONFINITE = tl.constexpr(8)  # 1: a non-finite gradient skips the step
+SKIP_NORM = tl.constexpr(9)  # float64: a larger norm skips the step
+GRAD_SCALE = tl.constexpr(10)  # address of an outer scaler's float32 scale, or 0
+FOUND_INF = tl.constexpr(11)  # address of an outer scaler's float32 flag, or 0
+FLAT = tl.constexpr(15)  # the layout of flat memory: no dimensions
+HEADER = tl.constexpr(16)  # words
+
+# Group row: float64 but for the addresses.
+LR = tl.constexpr(0)
+LR_ADDRESS = tl.constexpr(1)  # address of a tensor lr, or 0
+LR_IS_DOUBLE = tl.constexpr(2)  # 1: that tensor is float64, 0: float32
+MAX_NORM = tl.constexpr(3)  # inf: no clipping
+SIGN = tl.constexpr(4)  # -1 to maximize
+HYPER = tl.constexpr(5)  # the rule's own numbers follow
+GROUP = tl.constexpr(16)  # words
+
+# Tensor row.
+PARAM = tl.constexpr(0)
+STEP = tl.constexpr(1)  # address of the parameter's float32 count of applied steps, or 0
+STATE = tl.constexpr(2)  # up to three state tensors
+NUMEL = tl.constexpr(5)
+KIND = tl.constexpr(6)  # variant | grad kind << 16 | group << 32
+LAYOUT = tl.constexpr(7)  # word at which the layout starts
+ROW = tl.constexpr(8)  # words
+
+# Layout: the number of dimensions, then (size, grad stride, param stride) of each, innermost first. None: flat memory.
+DIM = tl.constexpr(3)  # words
+
+
+@triton.jit
+def as_float64(table):
+    """The same words, seen as float64."""
+    return table.to(tl.pointer_type(tl.float64), bitcast=True)
+
+
+@triton.jit
+def find_chunk(table, chunk):
+    """Where a chunk lies.
+
+    Returns:
+        The address of its tensor's row, its tensor's grad address (0: nothing to do), the chunk's first
+        element (int64) and its number of elements (int32).
+    """
+    word = tl.load(table + tl.load(table + CHUNKS) + chunk)
+    tensor = word >> 32
+    row = table + tl.load(table + ROWS) + tensor * ROW
+    grad = tl.load(table + tl.load(table + GRADS) + tensor)
+    size = tl.load(table + CHUNK_SIZE)
+    begin = (word & 0xFFFFFFFF) * size
+    count = tl.minimum(tl.load(row + NUMEL) - begin, size).to(tl.int32)
+    return row, grad, begin, count
+
+
+@triton.jit
+def position(index, layout, which: tl.constexpr):
+    """Offsets in elements of the logical (int64) ``index``: ``which`` is 1 for the grad, 2 for the param.
+
+    ``layout`` is the address of a layout. State lies densely, in the order of ``index``.
+    """
+    offset = tl.zeros_like(index)
+    for d in range(0, tl.load(layout)):
+        dim = layout + 1 + d * DIM
+        size = tl.load(dim)
+        offset += (index % size) * tl.load(dim + which)
+        index = index // size
+    return offset + index

@@ -1,0 +1,398 @@
+"""The ``torch.optim.Optimizer`` contract, once for all fused optimizers."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterable, Mapping
+from itertools import chain
+from typing import Any, ClassVar
+
+import torch
+from torch import Tensor
+from torch.optim.optimizer import ParamsT
+
+from .backends import FOUND_INF, GRAD_NORM, OUTCOME, PENDING_INF, SKIPPED, SKIPPED_STEPS, CONSECUTIVE_SKIPS
+from .backends import Backend, Request, check_backend, choose_backend
+from .loss_scale import LossScale, scale_outputs
+from .plan import Plan, prepare_state
+
+
+class FusedOptimizer(torch.optim.Optimizer):
+    """An optimizer whose ``step()`` does all that follows ``backward()``.
+
+    Unscale, finiteness check, global norm, clip, update, loss-scale growth or backoff: in one launch on a GPU.
+    Subclasses say which rule, state and hyperparameters there are.
+
+    Args:
+        params: parameters or groups, as for any ``torch.optim.Optimizer``.
+        defaults: the group options with their defaults.
+        max_norm: gradients are clipped to this global L2 norm; None: not at all. A group option.
+        loss_scale: ``"auto"``: dynamic from the first :meth:`scale` or :meth:`backward` on; ``"dynamic"``, a
+            number (static) or a :class:`LossScale`: from the start; None: never.
+        skip_nonfinite: leave everything as it is when a gradient is inf or NaN.
+        skip_norm: skip a step whose norm, before clipping, exceeds this; the loss scale takes it for a good step.
+        backend: ``"auto"``, ``"triton"`` or ``"torch"``.
+
+    Raises:
+        ValueError, TypeError: for an argument out of its range, naming it.
+        RuntimeError: for a backend that cannot run here.
+    """
+
+    _step_supports_amp_scaling = True  # torch.amp.GradScaler hands its scale and flag to step()
+    _rule: ClassVar[str]
+
+    def __init__(
+        self,
+        params: ParamsT,
+        defaults: dict[str, Any],
+        *,
+        max_norm: float | None,
+        loss_scale: str | float | LossScale | None,
+        skip_nonfinite: bool,
+        skip_norm: float | None,
+        backend: str,
+    ) -> None:
+        check_backend(backend)
+        self._loss_scale, self._is_armed = _make_loss_scale(loss_scale)
+        if self._loss_scale is not None and not skip_nonfinite and self._is_armed:
+            raise ValueError(f"skip_nonfinite=False needs loss_scale=None, got {loss_scale!r}: a scale backs off by skipping")
+        if skip_norm is not None and not skip_norm >= 0:
+            raise ValueError(f"skip_norm must be at least 0, got {skip_norm!r}")
+        if not skip_nonfinite:
+            self._loss_scale = None
+        self._skip_nonfinite = bool(skip_nonfinite)
+        self._skip_norm = math.inf if skip_norm is None else float(skip_norm)
+        self._backend_name = backend
+        self._outcome: Tensor | None = None
+        self._start()
+        numbers = None if self._loss_scale is None else self._loss_scale.state_dict()
+        super().__init__(params, {**defaults, "max_norm": max_norm, "loss_scale": numbers})
+
+    def _start(self) -> None:
+        """Set up what is neither copied nor pickled."""
+        self._plan = Plan()
+        self._backend: Backend | None = None
+        self._outer_found_inf: Any = None
+        self._has_outer_scaler = False
+        self._is_unscaled = False  # by unscale_()
+        if self._loss_scale is not None:
+            self._loss_scale._optimizers.add(self)
+
+    # What a subclass says.
+
+    def _state_names(self, group: dict[str, Any]) -> tuple[str, ...]:
+        """Keys of the state tensors of a parameter in this group, ``"step"`` apart."""
+        raise NotImplementedError
+
+    def _hyper(self, group: dict[str, Any]) -> tuple[float, ...]:
+        """The rule's own numbers, in the order of ``kernels/rules.py``."""
+        raise NotImplementedError
+
+    def _check_group(self, group: Mapping[str, Any]) -> None:
+        """Raise ValueError for an option out of its range."""
+        check_at_least_0("lr", group["lr"])
+        if isinstance(group["lr"], Tensor) and group["lr"].numel() != 1:
+            raise ValueError(f"a tensor lr must have one element, got shape {tuple(group['lr'].shape)}")
+        if group["max_norm"] is not None:
+            check_at_least_0("max_norm", group["max_norm"])
+
+    def _import_state(self, state: dict[str, Any]) -> None:
+        """Complete one parameter's state as loaded from a checkpoint, in place."""
+
+    # The step.
+
+    def scale(self, outputs: Any) -> Any:
+        """Multiply a loss by the loss scale; what ``torch.amp.GradScaler.scale`` takes is taken.
+
+        Arms ``loss_scale="auto"``. Returns ``outputs`` as they are where there is no loss scale.
+
+        Raises:
+            RuntimeError: under a ``torch.amp.GradScaler``, which scales the loss itself.
+        """
+        if self._loss_scale is None:
+            return outputs
+        if self._has_outer_scaler:
+            raise RuntimeError("scale() under a GradScaler would scale twice: use the scaler's own scale()")
+        if self._is_unscaled and all(p.grad is None for group in self.param_groups for p in group["params"]):
+            self._clear_unscaled()
+        self._is_armed = True
+        scaled = scale_outputs(outputs, self._scale_state()[0].to(torch.float32))
+        self._loss_scale._is_scaled = True
+        return scaled
+
+    def backward(self, loss: Tensor, **kwargs: Any) -> None:
+        """Scale the loss and run its backward pass; keywords go to ``Tensor.backward``."""
+        self.scale(loss).backward(**kwargs)
+
+    def unscale_(self) -> None:
+        """Divide the gradients by the loss scale in place, to look at them or change them before ``step()``.
+
+        ``step()`` then knows, and so do further calls, which do nothing. The check for inf and NaN is made here
+        and again in ``step()``.
+        """
+        if self._is_unscaled or self._loss_scale is None or not self._is_armed:
+            return
+        if self._plan.refresh(self):
+            found_inf = torch.zeros(1, dtype=torch.float32, device=self._plan.device)
+            inv_scale = self._scale_state()[0].reciprocal().to(torch.float32)
+            unscale_grads([entry.param for entry in self._plan.entries], inv_scale, found_inf)
+            self._outcome_state()[PENDING_INF] += found_inf[0]
+        self._is_unscaled = True
+
+    @torch._disable_dynamo  # raw pointers are nothing to trace
+    def step(self, closure: Callable[[], Any] | None = None) -> Any:  # type: ignore[override]
+        """Update the parameters from their gradients, unless the step is to be skipped; one launch on a GPU.
+
+        Args:
+            closure: evaluated first, with gradients enabled; its value is returned.
+
+        Raises:
+            RuntimeError: if a loss scale is armed and nothing was scaled since the last step; or for gradients
+                that cannot be updated from. Everything is as before then.
+        """
+        loss = None
+        if closure is not None:
+            with torch.enable_grad():
+                loss = closure()
+        if not self._plan.refresh(self):
+            self._do_nothing()
+            return loss
+        assert self._plan.device is not None
+        request = self._request(self._plan.device)
+        if self._backend is None or self._backend.device != self._plan.device:
+            self._backend = choose_backend(self._backend_name, self._plan.device)
+        self._backend.step(self, self._plan, request)
+        self._is_unscaled = False
+        if self._loss_scale is not None and request.advance == 1:
+            self._loss_scale._is_scaled = False
+        elif self._loss_scale is not None and request.advance == 2:
+            self._loss_scale._recorded.add(self)
+        return loss
+
+    def _request(self, device: torch.device) -> Request:
+        """What this step asks of the backend; raises where it would train wrongly."""
+        grad_scale = _scalar(getattr(self, "grad_scale", None), device)
+        is_outer = self._outer_found_inf is not None
+        scale = self._loss_scale if self._is_armed else None
+        if is_outer:
+            self._has_outer_scaler = True
+            if scale is not None and scale._is_scaled:
+                raise RuntimeError("the loss was scaled by this optimizer's scale() and by a GradScaler: use one of them")
+            scale = None
+        elif scale is not None and not scale._is_scaled:
+            if any(float(group["lr"]) != 0 for group in self.param_groups):
+                raise RuntimeError(
+                    "step() with a loss scale, but nothing was scaled since the last step: call optimizer.backward(loss) "
+                    "or optimizer.scale(loss).backward(), or pass loss_scale=None if the loss is not to be scaled"
+                )
+            scale = None
+        advance = 0
+        if scale is not None and not scale._is_dynamic:
+            scale._is_scaled = False
+        elif scale is not None and scale._is_shared:
+            if self in scale._recorded:
+                raise RuntimeError("second step() on a shared loss scale in one iteration: call loss_scale.update() first")
+            advance = 2
+        elif scale is not None:
+            advance = 1
+        return Request(
+            outcome=self._outcome_state(),
+            loss_scale=None if scale is None else self._scale_state(),
+            unscale=scale is not None and not self._is_unscaled,
+            advance=advance,
+            skip_nonfinite=self._skip_nonfinite or is_outer,
+            skip_norm=self._skip_norm,
+            grad_scale=grad_scale,
+            found_inf=_scalar(self._outer_found_inf, device),
+        )
+
+    def _do_nothing(self) -> None:
+        """A step without gradients: nothing moves, not even the loss scale."""
+        if self._outcome is not None:
+            self._outcome[:SKIPPED_STEPS] = 0.0
+        elif self._plan.device is not None:
+            self._outcome_state()[GRAD_NORM] = 0.0
+        self._clear_unscaled()
+        if self._loss_scale is not None and not self._loss_scale._is_shared:
+            self._loss_scale._is_scaled = False
+
+    def _advance_shared(self, state: Tensor) -> None:
+        assert self._backend is not None
+        self._backend.advance(state)
+
+    def _clear_unscaled(self) -> None:
+        if self._is_unscaled and self._outcome is not None:
+            self._outcome[PENDING_INF] = 0.0
+        self._is_unscaled = False
+
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        """Reset the gradients, as ``torch.optim.Optimizer.zero_grad``; forgets that they were unscaled."""
+        self._clear_unscaled()
+        super().zero_grad(set_to_none)
+
+    # What a step leaves to read.
+
+    @property
+    def loss_scale(self) -> LossScale | None:
+        """The :class:`LossScale` in use; None where there is none."""
+        return self._loss_scale
+
+    @property
+    def grad_norm(self) -> Tensor:
+        """L2 norm of the last step's gradients, unscaled, before clipping: 0-dim float32 on the device.
+
+        inf or NaN on an overflow; NaN before the first step, and where nothing needed the norm.
+        """
+        return self._read(GRAD_NORM, torch.float32)
+
+    @property
+    def found_inf(self) -> Tensor:
+        """1.0 if the last step saw an inf or NaN gradient, else 0.0: 0-dim float32 on the device."""
+        return self._read(FOUND_INF, torch.float32)
+
+    @found_inf.setter
+    def found_inf(self, value: Any) -> None:  # torch.amp.GradScaler sets it before step() ...
+        self._outer_found_inf = value
+
+    @found_inf.deleter
+    def found_inf(self) -> None:  # ... and deletes it afterwards
+        self._outer_found_inf = None
+
+    @property
+    def skipped_steps(self) -> Tensor:
+        """How many steps were skipped so far: 0-dim int64 on the device."""
+        return self._read(SKIPPED_STEPS, torch.int64)
+
+    @property
+    def consecutive_skips(self) -> Tensor:
+        """How many steps were skipped since the last applied one: 0-dim int64 on the device."""
+        return self._read(CONSECUTIVE_SKIPS, torch.int64)
+
+    @property
+    def step_was_skipped(self) -> bool:
+        """Whether the last step was skipped. Waits for the device."""
+        return bool(self._read(SKIPPED, torch.bool))
+
+    def _read(self, at: int, dtype: torch.dtype) -> Tensor:
+        return self._outcome_state()[at].to(dtype)
+
+    def _device(self) -> torch.device:
+        params = chain.from_iterable(group["params"] for group in self.param_groups)
+        return next((p.device for p in params), torch.device("cpu"))
+
+    def _outcome_state(self) -> Tensor:
+        device = self._device()
+        if self._outcome is None:
+            self._outcome = torch.zeros(OUTCOME, dtype=torch.float64, device=device)
+            self._outcome[GRAD_NORM] = math.nan
+        elif self._outcome.device != device:
+            self._outcome = self._outcome.to(device)
+        return self._outcome
+
+    def _scale_state(self) -> Tensor:
+        assert self._loss_scale is not None
+        return self._loss_scale._on(self._device())
+
+    # Groups, checkpoints, copies.
+
+    def add_param_group(self, param_group: dict[str, Any]) -> None:
+        """Add a group, as ``torch.optim.Optimizer.add_param_group``; a parameter named twice counts once."""
+        self._check_group({**self.defaults, **param_group})
+        super().add_param_group(param_group)
+        group = self.param_groups[-1]
+        group["params"] = list(dict.fromkeys(group["params"]))
+
+    def state_dict(self) -> dict[str, Any]:
+        """As ``torch.optim.Optimizer.state_dict``; every group carries the loss scale as plain numbers."""
+        if self._loss_scale is not None:
+            numbers = self._loss_scale.state_dict()
+            for group in self.param_groups:
+                group["loss_scale"] = dict(numbers)
+        return super().state_dict()
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Take over a checkpoint of ours or of torch's optimizer of the same name.
+
+        Options that it lacks take the constructor's values. State is copied, and stays float32 for parameters of
+        lower precision. A loss scale in it arms ``loss_scale="auto"``.
+        """
+        scales = [group.get("loss_scale") for group in state_dict["param_groups"]]
+        numbers = next((numbers for numbers in scales if numbers is not None), None)
+        if numbers is not None and self._loss_scale is not None:
+            LossScale().load_state_dict(numbers)  # raises for a damaged one, before anything has changed
+        super().load_state_dict(state_dict)
+        old = chain.from_iterable(group["params"] for group in state_dict["param_groups"])
+        for group in self.param_groups:
+            for param, number in zip(group["params"], old):
+                if number not in state_dict["state"]:
+                    continue
+                saved = state_dict["state"][number]
+                state = {k: v.detach().clone() if isinstance(v, Tensor) else v for k, v in saved.items()}
+                self._import_state(state)
+                self.state[param] = state
+                names = self._state_names(group)
+                if names and state:
+                    prepare_state(state, param, names)
+        if numbers is not None and self._loss_scale is not None:
+            self._loss_scale.load_state_dict(numbers)
+            self._is_armed = True
+
+    def __getstate__(self) -> dict[str, Any]:
+        kept = ("_loss_scale", "_is_armed", "_skip_nonfinite", "_skip_norm", "_backend_name", "_outcome")
+        return {**super().__getstate__(), **{name: self.__dict__[name] for name in kept}}  # type: ignore[no-untyped-call]
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        super().__setstate__(state)
+        for group in self.param_groups:
+            for name, default in self.defaults.items():
+                group.setdefault(name, default)
+        if "_plan" not in self.__dict__:
+            self._start()
+
+
+def check_at_least_0(name: str, value: Any) -> None:
+    """Raise ValueError unless ``value >= 0``; NaN is not."""
+    if not value >= 0:
+        raise ValueError(f"{name} must be at least 0, got {value!r}")
+
+
+def unscale_grads(params: Iterable[Tensor], inv_scale: Tensor, found_inf: Tensor) -> None:
+    """Multiply the gradients by ``inv_scale`` in place, and set ``found_inf`` to 1 if one is inf or NaN.
+
+    Args:
+        params: tensors whose ``grad`` is meant, where there is one.
+        inv_scale: 0-dim float32.
+        found_inf: ``[1]`` float32.
+    """
+    by_dtype: dict[torch.dtype, list[Tensor]] = {}
+    for param in params:
+        if param.grad is None:
+            continue
+        if 0 in param.grad.stride():  # an expanded gradient: its elements share memory
+            param.grad = param.grad.clone(memory_format=torch.contiguous_format)
+        grad = torch.view_as_real(param.grad) if param.is_complex() else param.grad
+        by_dtype.setdefault(grad.dtype, []).append(grad.detach())
+    for grads in by_dtype.values():
+        torch._amp_foreach_non_finite_check_and_unscale_(grads, found_inf, inv_scale)
+
+
+def _make_loss_scale(loss_scale: str | float | LossScale | None) -> tuple[LossScale | None, bool]:
+    """The scale, and whether it is armed from the start."""
+    if loss_scale is None:
+        return None, False
+    if isinstance(loss_scale, LossScale):
+        return loss_scale, True
+    if isinstance(loss_scale, str):
+        if loss_scale not in ("auto", "dynamic"):
+            raise ValueError(f"loss_scale must be 'auto', 'dynamic', a number, a LossScale or None, got {loss_scale!r}")
+        return LossScale(), loss_scale == "dynamic"
+    if isinstance(loss_scale, (int, float)) and not isinstance(loss_scale, bool):
+        return LossScale.static(loss_scale), True
+    raise ValueError(f"loss_scale must be 'auto', 'dynamic', a number, a LossScale or None, got {loss_scale!r}")
+
+
+def _scalar(value: Any, device: torch.device) -> Tensor | None:
+    """A scaler's number as 0-dim float32 on the device; None for None and for the int 0 that stands for no flag."""
+    if isinstance(value, Tensor):
+        return value.detach().to(device=device, dtype=torch.float32).reshape(())
+    return torch.full((), float(value), dtype=torch.float32, device=device) if value else None

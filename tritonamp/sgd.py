@@ -1,0 +1,100 @@
+"""SGD, fused."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any, ClassVar
+
+from torch import Tensor
+from torch.optim.optimizer import ParamsT
+
+from .loss_scale import LossScale
+from .optimizer import FusedOptimizer, check_at_least_0
+
+
+class SGD(FusedOptimizer):
+    """Stochastic gradient descent, as ``torch.optim.SGD``, with everything after ``backward()`` in its ``step()``.
+
+    Args:
+        params: parameters or groups.
+        lr: learning rate, a number or a tensor of one element; >= 0.
+        momentum: momentum factor; >= 0.
+        dampening: of the momentum; not on a parameter's first step.
+        weight_decay: L2 penalty; >= 0.
+        nesterov: Nesterov momentum; needs a momentum and no dampening.
+        maximize: ascend instead.
+        max_norm, loss_scale, skip_nonfinite, skip_norm, backend: see
+            :class:`~tritonamp.optimizer.FusedOptimizer`.
+
+    Raises:
+        ValueError: for an option out of its range, naming it.
+    """
+
+    _rule: ClassVar[str] = "SGD"
+
+    def __init__(
+        self,
+        params: ParamsT,
+        lr: float | Tensor = 1e-3,
+        momentum: float = 0.0,
+        dampening: float = 0.0,
+        weight_decay: float = 0.0,
+        nesterov: bool = False,
+        *,
+        maximize: bool = False,
+        max_norm: float | None = None,
+        loss_scale: str | float | LossScale | None = "auto",
+        skip_nonfinite: bool = True,
+        skip_norm: float | None = None,
+        backend: str = "auto",
+    ) -> None:
+        defaults = {
+            "lr": lr,
+            "momentum": momentum,
+            "dampening": dampening,
+            "weight_decay": weight_decay,
+            "nesterov": nesterov,
+            "maximize": maximize,
+        }
+        super().__init__(
+            params,
+            defaults,
+            max_norm=max_norm,
+            loss_scale=loss_scale,
+            skip_nonfinite=skip_nonfinite,
+            skip_norm=skip_norm,
+            backend=backend,
+        )
+
+    def _check_group(self, group: Mapping[str, Any]) -> None:
+        super()._check_group(group)
+        check_at_least_0("momentum", group["momentum"])
+        check_at_least_0("weight_decay", group["weight_decay"])
+        if group["nesterov"] and (group["momentum"] <= 0 or group["dampening"] != 0):
+            raise ValueError(
+                "nesterov needs a momentum and no dampening, got "
+                f"momentum={group['momentum']!r}, dampening={group['dampening']!r}"
+            )
+
+    def _state_names(self, group: dict[str, Any]) -> tuple[str, ...]:
+        return ("momentum_buffer",) if group["momentum"] != 0 else ()
+
+    def _hyper(self, group: dict[str, Any]) -> tuple[float, ...]:
+        return (group["weight_decay"], group["momentum"], group["dampening"], group["nesterov"])
+
+    def _import_state(self, state: dict[str, Any]) -> None:
+        if state.get("momentum_buffer") is None:
+            state.clear()
+        else:
+            state.setdefault("step", 1.0)  # a loaded buffer counts as seeded
+
+    def state_dict(self) -> dict[str, Any]:
+        """As torch's: a momentum buffer per parameter, once an applied step has seeded it. Waits for the device."""
+        state_dict = super().state_dict()
+        state: dict[Any, Any] = {}
+        for number, of_param in state_dict["state"].items():
+            of_param = dict(of_param)
+            step = of_param.pop("step", None)  # ours alone: which buffers are seeded is known on the device only
+            if step is None or float(step) > 0:
+                state[number] = of_param
+        return {**state_dict, "state": state}
