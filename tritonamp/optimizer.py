@@ -195,15 +195,18 @@ class FusedOptimizer(torch.optim.Optimizer):
             advance = 2
         elif scale is not None:
             advance = 1
+        skip_nonfinite = self._skip_nonfinite or is_outer
+        needs_norm = skip_nonfinite or self._skip_norm < math.inf
         return Request(
             outcome=self._outcome_state(),
             loss_scale=None if scale is None else self._scale_state(),
             unscale=scale is not None and not self._is_unscaled,
             advance=advance,
-            skip_nonfinite=self._skip_nonfinite or is_outer,
+            skip_nonfinite=skip_nonfinite,
             skip_norm=self._skip_norm,
             grad_scale=grad_scale,
             found_inf=_scalar(self._outer_found_inf, device),
+            needs_norm=needs_norm or any(group["max_norm"] is not None for group in self.param_groups),
         )
 
     def _do_nothing(self) -> None:

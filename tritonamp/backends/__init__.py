@@ -30,6 +30,7 @@ class Request:
         skip_nonfinite: whether an inf or NaN gradient skips the step.
         skip_norm: the norm above which a step is skipped; inf for none.
         grad_scale, found_inf: an outer scaler's, 0-dim float32 on the device, or None.
+        needs_norm: whether the step waits for the norm at all.
     """
 
     outcome: Tensor
@@ -40,6 +41,7 @@ class Request:
     skip_norm: float
     grad_scale: Tensor | None
     found_inf: Tensor | None
+    needs_norm: bool
 
 
 class Backend(Protocol):

@@ -138,12 +138,7 @@ class TritonBackend:
         work = (self._words, self._partials, self._counters, request.outcome, state)
         rule = getattr(rules, optimizer._rule)
         variants, grads = self._constants["VARIANTS"], self._constants["GRADS"]
-        needs_norm = (
-            request.skip_nonfinite
-            or request.skip_norm < float("inf")
-            or any(group["max_norm"] is not None for group in optimizer.param_groups)
-        )
-        if needs_norm and not self._is_split:
+        if request.needs_norm and not self._is_split:
             try:
                 self._launch(step_kernel, work, RULE=rule, VARIANTS=variants, GRADS=grads)
                 return
@@ -151,9 +146,9 @@ class TritonBackend:
                 if "cooperative" not in str(error) and "not supported" not in str(error):
                     raise
                 self._is_split = True  # refused before anything ran
-        if needs_norm:
+        if request.needs_norm:
             self._launch(statistics_kernel, (self._words, self._partials, state), GRADS=grads)
-        self._launch(apply_kernel, work, RULE=rule, VARIANTS=variants, DECIDE=needs_norm)
+        self._launch(apply_kernel, work, RULE=rule, VARIANTS=variants, DECIDE=request.needs_norm)
 
     def _launch(self, kernel: Any, args: Sequence[Tensor], **constants: Any) -> None:
         """Launch on as many programs as the device holds at once; on one per multiprocessor before that is known."""

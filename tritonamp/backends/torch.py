@@ -1,0 +1,276 @@
+"""The torch backend: for CPUs, and wherever there is no Triton.
+
+On fp32 and fp64 tensors it runs torch's own fused kernels, with unscaling and clipping folded into their division of
+the gradient; on other dtypes and layouts plain torch operations, one tensor after the other. It decides on the host,
+so on another device than a CPU it waits for it.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor
+
+from ..loss_scale import FOUND_INF as RECORDED_INF
+from ..loss_scale import SCALE, advance
+from ..plan import Entry, Plan, compute_dtype, layout_of
+from . import CONSECUTIVE_SKIPS, FOUND_INF, GRAD_NORM, PENDING_INF, SKIPPED, SKIPPED_STEPS, Request
+
+if TYPE_CHECKING:
+    from ..optimizer import FusedOptimizer
+
+_BLOCK = 1 << 18  # elements summed at a time in float64
+_FLOAT32_LIMIT = 2.0**128 - 2.0**103  # what is not below it rounds to inf
+
+Item = tuple[Entry, Tensor]  # a parameter and its gradient
+
+
+class TorchBackend:
+    """Carries out steps with torch operations."""
+
+    def __init__(self, device: torch.device) -> None:
+        self.device = device
+        self._generation = -1
+        self._is_fused: list[bool] = []
+
+    @torch.no_grad()
+    def step(self, optimizer: FusedOptimizer, plan: Plan, request: Request) -> None:
+        """One step; see :class:`~tritonamp.backends.Backend`."""
+        groups = optimizer.param_groups
+        scale = request.loss_scale.tolist() if request.loss_scale is not None else None
+        inv_scale = 1.0 / scale[SCALE] if scale is not None and request.unscale else 1.0
+        if request.grad_scale is not None:
+            inv_scale /= request.grad_scale.item()
+        outcome = request.outcome.tolist()
+
+        norm, found_inf, skip = math.nan, False, False
+        if request.needs_norm:
+            norm = global_norm([grad for grad in plan.grads if grad is not None], inv_scale)
+            found_inf = not norm < math.inf or outcome[PENDING_INF] != 0
+            if request.found_inf is not None:
+                found_inf = found_inf or request.found_inf.item() != 0
+            skip = (found_inf and request.skip_nonfinite) or norm > request.skip_norm
+        if not skip:
+            self._update(optimizer, plan, [inv_scale * _clip(group["max_norm"], norm) for group in groups])
+
+        outcome[GRAD_NORM], outcome[FOUND_INF], outcome[SKIPPED], outcome[PENDING_INF] = norm, found_inf, skip, 0.0
+        outcome[SKIPPED_STEPS] += skip
+        outcome[CONSECUTIVE_SKIPS] = outcome[CONSECUTIVE_SKIPS] + 1 if skip else 0.0
+        request.outcome.copy_(torch.tensor(outcome, dtype=torch.float64))
+        if scale is not None and request.loss_scale is not None and request.advance:
+            if request.advance == 1:
+                advance(scale, found_inf)
+            else:
+                scale[RECORDED_INF] = max(scale[RECORDED_INF], float(found_inf))
+            request.loss_scale.copy_(torch.tensor(scale, dtype=torch.float64))
+
+    def advance(self, loss_scale: Tensor) -> None:
+        """See :class:`~tritonamp.backends.Backend`."""
+        state = loss_scale.tolist()
+        advance(state, state[RECORDED_INF] != 0)
+        state[RECORDED_INF] = 0.0
+        loss_scale.copy_(torch.tensor(state, dtype=torch.float64))
+
+    def _update(self, optimizer: FusedOptimizer, plan: Plan, factors: Sequence[float]) -> None:
+        """Apply the rule to every parameter that has a gradient; ``factors`` are the groups'."""
+        if self._generation != plan.generation:
+            self._is_fused = [self._can_fuse(entry) for entry in plan.entries]
+            self._generation = plan.generation
+        fused: dict[tuple[int, torch.dtype], list[Item]] = {}
+        plain: list[Item] = []
+        for entry, grad, is_fused in zip(plan.entries, plan.grads, self._is_fused, strict=True):
+            if grad is None:
+                continue
+            if is_fused and _is_divisor(factors[entry.group]):
+                fused.setdefault((entry.group, entry.param.dtype), []).append((entry, grad))
+            else:
+                plain.append((entry, grad))
+        run_fused, run_plain = _RULES[optimizer._rule]
+        for (number, _), items in fused.items():
+            run_fused(optimizer.param_groups[number], items, factors[number])
+        for entry, grad in plain:
+            _run_plain(run_plain, optimizer.param_groups[entry.group], entry, grad, factors[entry.group])
+
+    def _can_fuse(self, entry: Entry) -> bool:
+        """Whether torch's fused kernels, which walk flat memory of one dtype, take it."""
+        dtype = entry.param.dtype
+        same = dtype == entry.grad_dtype == compute_dtype(entry.param)
+        return self.device.type == "cpu" and same and layout_of(entry.param, entry.grad_strides) is None
+
+
+# The norm.
+
+
+def global_norm(grads: Sequence[Tensor], inv_scale: float) -> float:
+    """L2 norm of the unscaled gradients; inf or NaN if one is, as read or after unscaling.
+
+    Squares are formed and added in float64.
+    """
+    total = 0.0
+    small = [grad for grad in grads if grad.numel() <= _BLOCK or not grad.is_contiguous() or grad.is_complex()]
+    if small:
+        norms = torch._foreach_norm([_as_real(grad) for grad in small], 2, dtype=torch.float64)
+        total += float(torch.stack(norms).square().sum())
+    chosen = set(map(id, small))
+    large = [grad for grad in grads if id(grad) not in chosen]
+    if large:
+        buffer = torch.empty(_BLOCK, dtype=torch.float64, device=large[0].device)
+        for grad in large:
+            for block in grad.view(-1).split(_BLOCK):
+                square = buffer[: block.numel()].copy_(block)
+                total += float(torch.dot(square, square))
+    norm = math.sqrt(total) * inv_scale
+    if not norm < math.inf or inv_scale > 1:
+        return _careful_norm(grads, inv_scale, norm)
+    return norm
+
+
+def _careful_norm(grads: Sequence[Tensor], inv_scale: float, norm: float) -> float:
+    """The norm where a value may be non-finite, may become so by unscaling, or has a square beyond float64."""
+    tops = [float(torch.linalg.vector_norm(_as_real(grad), math.inf, dtype=torch.float64)) for grad in grads]
+    for grad, top in zip(grads, tops, strict=True):
+        limit = math.inf if _as_real(grad).dtype == torch.float64 else _FLOAT32_LIMIT
+        if not top * inv_scale < limit:
+            return top if not top < math.inf else math.inf
+    if norm < math.inf:
+        return norm
+    top = max(tops)
+    squares = [float(_as_real(grad).to(torch.float64).div(top).square().sum()) for grad in grads]
+    return math.sqrt(sum(squares)) * top * inv_scale
+
+
+def _clip(max_norm: float | None, norm: float) -> float:
+    """The clip coefficient, as in ``torch.nn.utils.clip_grad_norm_``."""
+    if max_norm is None or max_norm == math.inf:
+        return 1.0
+    coefficient = max_norm / (norm + 1e-6)
+    return coefficient if coefficient < 1 or math.isnan(coefficient) else 1.0
+
+
+# The update.
+
+
+def _as_real(tensor: Tensor) -> Tensor:
+    return torch.view_as_real(tensor) if tensor.is_complex() else tensor
+
+
+def _is_divisor(factor: float) -> bool:
+    """Whether the fused kernels can divide by the factor's reciprocal, in float32."""
+    return 2.0**-126 <= factor <= 2.0**126 or factor == 0
+
+
+def _run_plain(
+    update: Callable[[dict[str, Any], Tensor, Tensor, Sequence[Tensor], float], None],
+    group: dict[str, Any],
+    entry: Entry,
+    grad: Tensor,
+    factor: float,
+) -> None:
+    """One parameter, in its compute dtype. The gradient is left unscaled and clipped, as torch's recipe leaves it."""
+    dtype = compute_dtype(entry.param)
+    param, states = _as_real(entry.param), [_as_real(state) for state in entry.state]
+    g = _as_real(grad).to(dtype)
+    if factor != 1:
+        # Two factors: one may be subnormal in float32, or beyond it.
+        rescue = 2.0**-100 if factor < 2.0**-100 else 2.0**100 if factor > 2.0**100 else 1.0
+        g = g * (factor / rescue) * rescue
+        if 0 in grad.stride():  # expanded: its elements share memory
+            entry.param.grad = grad = grad.clone(memory_format=torch.contiguous_format)
+        _as_real(grad).copy_(g)
+    step = 1.0
+    if entry.step is not None:
+        step = float(entry.step.add_(1))
+    p = param.to(dtype)
+    update(group, p, -g if group["maximize"] else g, states, step)
+    if p is not param:
+        param.copy_(p)
+
+
+def _divisor(factor: float, device: torch.device) -> Tensor | None:
+    return None if factor == 1 else torch.full((), 1 / factor if factor else math.inf, dtype=torch.float32, device=device)
+
+
+def _columns(items: Sequence[Item], factor: float) -> tuple[list[Tensor], list[Tensor], list[Tensor], Tensor | None]:
+    """Params, grads, step counters (advanced), and what the gradients are to be divided by."""
+    params, grads = [entry.param for entry, _ in items], [grad for _, grad in items]
+    steps = [entry.step for entry, _ in items if entry.step is not None]
+    if steps:
+        torch._foreach_add_(steps, 1.0)
+    return params, grads, steps, _divisor(factor, params[0].device)
+
+
+def _sgd_fused(group: dict[str, Any], items: Sequence[Item], factor: float) -> None:
+    # A buffer starts at zero, so that without dampening a first step is like any other.
+    parts = [(items, False)]
+    if group["momentum"] != 0 and group["dampening"] != 0:
+        first = [item for item in items if item[0].step is not None and item[0].step == 0]
+        later = [item for item in items if item[0].step is None or item[0].step != 0]
+        parts = [(part, part is first) for part in (first, later) if part]
+    for part, is_first in parts:
+        params, grads, _, divisor = _columns(part, factor)
+        torch._fused_sgd_(
+            params,
+            grads,
+            [entry.state[0] for entry, _ in part] if group["momentum"] != 0 else [],
+            weight_decay=group["weight_decay"],
+            momentum=group["momentum"],
+            lr=float(group["lr"]),
+            dampening=group["dampening"],
+            nesterov=group["nesterov"],
+            maximize=group["maximize"],
+            is_first_step=is_first,
+            grad_scale=divisor,
+        )
+
+
+def _sgd_plain(group: dict[str, Any], p: Tensor, g: Tensor, states: Sequence[Tensor], step: float) -> None:
+    momentum = group["momentum"]
+    if group["weight_decay"] != 0:
+        g = g.add(p, alpha=group["weight_decay"])
+    if momentum != 0:
+        undampened = 1.0 if step == 1 else 1 - group["dampening"]
+        buf = states[0].mul_(momentum).add_(g, alpha=undampened)
+        g = g.add(buf, alpha=momentum) if group["nesterov"] else buf
+    p.sub_(g, alpha=float(group["lr"]))
+
+
+def _adam_fused(group: dict[str, Any], items: Sequence[Item], factor: float) -> None:
+    params, grads, steps, divisor = _columns(items, factor)
+    fused = torch._fused_adamw_ if group["decoupled_weight_decay"] else torch._fused_adam_
+    fused(
+        params,
+        grads,
+        [entry.state[0] for entry, _ in items],
+        [entry.state[1] for entry, _ in items],
+        [entry.state[2] for entry, _ in items] if group["amsgrad"] else [],
+        steps,
+        lr=float(group["lr"]),
+        beta1=group["betas"][0],
+        beta2=group["betas"][1],
+        weight_decay=group["weight_decay"],
+        eps=group["eps"],
+        amsgrad=group["amsgrad"],
+        maximize=group["maximize"],
+        grad_scale=divisor,
+    )
+
+
+def _adam_plain(group: dict[str, Any], p: Tensor, g: Tensor, states: Sequence[Tensor], step: float) -> None:
+    beta1, beta2 = group["betas"]
+    lr, weight_decay = float(group["lr"]), group["weight_decay"]
+    if weight_decay != 0 and group["decoupled_weight_decay"]:
+        p.mul_(1 - lr * weight_decay)
+    elif weight_decay != 0:
+        g = g.add(p, alpha=weight_decay)
+    m, v = states[0], states[1]
+    m.add_(g - m, alpha=1 - beta1)
+    v.mul_(beta2).addcmul_(g, g, value=1 - beta2)
+    largest = torch.maximum(states[2], v, out=states[2]) if group["amsgrad"] else v
+    denom = (largest.sqrt() / math.sqrt(1 - beta2**step)).add_(group["eps"])
+    p.addcdiv_(m, denom, value=-lr / (1 - beta1**step))
+
+
+_RULES = {"SGD": (_sgd_fused, _sgd_plain), "ADAM": (_adam_fused, _adam_plain)}
