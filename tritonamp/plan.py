@@ -93,18 +93,22 @@ class Plan:
         entries: one for each parameter, in the order of the groups.
         grads: their gradients as of the last :meth:`refresh`; None where there is nothing to do.
         device: the device of all of them; None without parameters.
+        updated: what a step from these gradients updates: parameters, state and step counters.
         generation: grows whenever anything has changed but the gradients' addresses and presence.
     """
 
     def __init__(self) -> None:
         self.entries: list[Entry] = []
         self.grads: list[Tensor | None] = []
+        self.updated: list[Tensor] = []
         self.device: torch.device | None = None
         self.generation = 0
         self._ids: list[int] = []
         self._found: tuple[Any, ...] | None = None
         self._grad_facts: list[Any] = []  # of the last gradient each parameter had
         self._state_keys: list[tuple[str, ...]] = []
+        self._numels: list[int] = []
+        self._is_active: list[bool] = []
         self._has_complex = False
 
     def refresh(self, optimizer: FusedOptimizer) -> bool:
@@ -129,9 +133,14 @@ class Plan:
             self._rebuild(optimizer, grads, facts)
             self._ids, self._grad_facts = ids, facts
             self._found = self._find(optimizer, params)
-        self.grads = [g if g is not None and g.numel() else None for g in grads]
+        self.grads = [g if g is not None and numel else None for g, numel in zip(grads, self._numels, strict=True)]
         self._resolve()
-        return any(g is not None for g in self.grads)
+        is_active = [g is not None for g in self.grads]
+        if is_active != self._is_active:
+            active = [entry for entry, is_on in zip(self.entries, is_active, strict=True) if is_on]
+            self.updated = [tensor for entry in active for tensor in (entry.param, *entry.state, entry.step) if tensor is not None]
+            self._is_active = is_active
+        return bool(self.updated)
 
     def _find(self, optimizer: FusedOptimizer, params: list[Tensor]) -> tuple[Any, ...] | None:
         """Everything a launch depends on, besides the gradients, in a form that compares fast."""
@@ -139,7 +148,8 @@ class Plan:
         if len(keys) != len(params):
             return None
         try:
-            found = [states[p][key] for p, names in zip(params, keys, strict=True) for key in names]
+            of_params = map(states.get, params)
+            found = [of_param[key] for of_param, names in zip(of_params, keys, strict=True) for key in names]  # type: ignore[index]
             addresses = list(map(Tensor.data_ptr, found))
         except (KeyError, TypeError):
             return None
@@ -168,6 +178,8 @@ class Plan:
         self.entries = entries
         self.device = entries[0].param.device if entries else None
         self._has_complex = any(entry.param.is_complex() for entry in entries)
+        self._numels = [entry.param.numel() for entry in entries]
+        self._is_active, self.updated = [], []
         self.generation += 1
 
     def _resolve(self) -> None:

@@ -68,7 +68,10 @@ class TritonBackend:
             except BaseException:
                 self._drop()
                 raise
-        torch.autograd.graph.increment_version(_written(plan, request))
+        written = [*plan.updated, request.outcome]
+        if request.loss_scale is not None:
+            written.append(request.loss_scale)
+        torch.autograd.graph.increment_version(written)  # as in-place operations do
 
     def advance(self, loss_scale: Tensor) -> None:
         """See :class:`~tritonamp.backends.Backend`."""
@@ -187,16 +190,3 @@ def _check_device(device: torch.device, is_interpreted: bool) -> None:
     if runs_on != device.type:
         raise RuntimeError(f"backend='triton' runs on {runs_on} tensors here, got {device}: use backend='auto'")
 
-
-def _written(plan: Plan, request: Request) -> list[Tensor]:
-    """What a launch writes through raw pointers."""
-    written = [request.outcome]
-    if request.loss_scale is not None:
-        written.append(request.loss_scale)
-    for entry, grad in zip(plan.entries, plan.grads, strict=True):
-        if grad is not None:
-            written.append(entry.param)
-            written += entry.state
-            if entry.step is not None:
-                written.append(entry.step)
-    return written
