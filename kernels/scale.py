@@ -48,5 +48,6 @@ def advance(state, found_inf):
 @triton.jit
 def update_scale_kernel(state):
     """End an iteration of a shared loss scale: advance by the recorded flag, and clear it."""
-    advance(state, tl.load(state + FOUND_INF) != 0)
-    tl.store(state + FOUND_INF, 0.0)
+    if tl.program_id(0) == 0:
+        advance(state, tl.load(state + FOUND_INF) != 0)
+        tl.store(state + FOUND_INF, 0.0)

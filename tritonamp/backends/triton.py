@@ -99,15 +99,17 @@ class TritonBackend:
         assert self._table is not None
         has_changed = self._table.fill(optimizer, plan.grads, request)
         if is_new or capturing:
-            self._copy(self._words, len(self._table.words), capturing)
+            self._copy(self._words, self._host_words, capturing)
         elif has_changed:
-            self._copy(self._changing, self._table.changing, capturing)
+            self._copy(self._changing, self._host_changing, capturing)
 
     def _build(self, optimizer: FusedOptimizer, plan: Plan) -> None:
         variants = {variant_of(entry) for entry in plan.entries}
         self._variants = tuple(sorted(variants | set(self._variants), key=str))
         self._table = Table(plan.entries, self._variants, len(optimizer.param_groups))
-        self._words = torch.empty(len(self._table.words), dtype=torch.int64, device=self.device)
+        self._host_words = torch.from_numpy(self._table.words)
+        self._host_changing = self._host_words[: self._table.changing]
+        self._words = torch.empty_like(self._host_words, device=self.device)
         self._changing = self._words[: self._table.changing]
         self._partials = torch.empty(self._table.n_chunks, dtype=torch.float64, device=self.device)
         self._counters = torch.zeros(2, dtype=torch.int32, device=self.device)
@@ -117,22 +119,17 @@ class TritonBackend:
         }
         self._generation = plan.generation
 
-    def _copy(self, target: Tensor, length: int, capturing: bool) -> None:
-        """Upload the first words of the table.
+    def _copy(self, target: Tensor, source: Tensor, capturing: bool) -> None:
+        """Upload from the table in host memory.
 
-        The host runs ahead of the device: every upload from a GPU's host takes a pinned block of its own, which
-        the allocator does not hand out again before the copy has run.
+        The host runs ahead of the device: every upload to a GPU takes a pinned block of its own, which the
+        allocator does not hand out again before the copy has run.
         """
-        assert self._table is not None
-        words = torch.from_numpy(self._table.words[:length])
-        if self.device.type != "cuda":
-            target.copy_(words)
-            return
-        block = torch.empty(length, dtype=torch.int64, pin_memory=True)
-        block.numpy()[:] = self._table.words[:length]
-        target.copy_(block, non_blocking=True)
+        if self.device.type == "cuda":
+            source = source.pin_memory()
+        target.copy_(source, non_blocking=True)
         if capturing:
-            self._captured += [block, self._words, self._partials, self._counters]
+            self._captured += [source, self._words, self._partials, self._counters]
 
     # Launches.
 
