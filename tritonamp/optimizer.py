@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from itertools import chain
 from typing import Any, ClassVar
 
@@ -65,8 +65,7 @@ class FusedOptimizer(torch.optim.Optimizer):
         self._backend_name = backend
         self._outcome: Tensor | None = None
         self._start()
-        numbers = None if self._loss_scale is None else self._loss_scale.state_dict()
-        super().__init__(params, {**defaults, "max_norm": max_norm, "loss_scale": numbers})
+        super().__init__(params, {**defaults, "max_norm": max_norm, "loss_scale": self._scale_numbers()})
 
     def _start(self) -> None:
         """Set up what is neither copied nor pickled."""
@@ -90,9 +89,9 @@ class FusedOptimizer(torch.optim.Optimizer):
 
     def _check_group(self, group: Mapping[str, Any]) -> None:
         """Raise ValueError for an option out of its range."""
-        check_at_least_0("lr", group["lr"])
         if isinstance(group["lr"], Tensor) and group["lr"].numel() != 1:
             raise ValueError(f"a tensor lr must have one element, got shape {tuple(group['lr'].shape)}")
+        check_at_least_0("lr", group["lr"])
         if group["max_norm"] is not None:
             check_at_least_0("max_norm", group["max_norm"])
 
@@ -113,7 +112,7 @@ class FusedOptimizer(torch.optim.Optimizer):
             return outputs
         if self._has_outer_scaler:
             raise RuntimeError("scale() under a GradScaler would scale twice: use the scaler's own scale()")
-        if self._is_unscaled and all(p.grad is None for group in self.param_groups for p in group["params"]):
+        if self._is_unscaled and all(param.grad is None for param in self._params()):
             self._clear_unscaled()
         self._is_armed = True
         scaled = scale_outputs(outputs, self._scale_state()[0].to(torch.float32))
@@ -132,10 +131,10 @@ class FusedOptimizer(torch.optim.Optimizer):
         """
         if self._is_unscaled or self._loss_scale is None or not self._is_armed:
             return
-        if self._plan.refresh(self):
+        if self._plan.look(self):
             found_inf = torch.zeros(1, dtype=torch.float32, device=self._plan.device)
             inv_scale = self._scale_state()[0].reciprocal().to(torch.float32)
-            unscale_grads([entry.param for entry in self._plan.entries], inv_scale, found_inf)
+            unscale_grads(self._params(), inv_scale, found_inf)
             self._outcome_state()[PENDING_INF] += found_inf[0]
         self._is_unscaled = True
 
@@ -154,14 +153,19 @@ class FusedOptimizer(torch.optim.Optimizer):
         if closure is not None:
             with torch.enable_grad():
                 loss = closure()
-        if not self._plan.refresh(self):
+        if not self._plan.look(self):
             self._do_nothing()
             return loss
-        assert self._plan.device is not None
-        request = self._request(self._plan.device)
-        if self._backend is None or self._backend.device != self._plan.device:
-            self._backend = choose_backend(self._backend_name, self._plan.device)
+        device = self._plan.device
+        assert device is not None
+        if self._backend is None or self._backend.device != device:
+            if device.type == "cuda" and torch.cuda.is_current_stream_capturing():
+                raise RuntimeError("the first step() cannot be captured in a CUDA graph: run one before")
+            self._backend = choose_backend(self._backend_name, device)
+        request = self._request(device)
+        self._plan.prepare(self)
         self._backend.step(self, self._plan, request)
+        self._plan.grads = []  # zero_grad() shall free them
         self._is_unscaled = False
         if self._loss_scale is not None and request.advance == 1:
             self._loss_scale._is_scaled = False
@@ -279,9 +283,11 @@ class FusedOptimizer(torch.optim.Optimizer):
     def _read(self, at: int, dtype: torch.dtype) -> Tensor:
         return self._outcome_state()[at].to(dtype)
 
+    def _params(self) -> Iterator[Tensor]:
+        return chain.from_iterable(group["params"] for group in self.param_groups)
+
     def _device(self) -> torch.device:
-        params = chain.from_iterable(group["params"] for group in self.param_groups)
-        return next((p.device for p in params), torch.device("cpu"))
+        return next((param.device for param in self._params()), torch.device("cpu"))
 
     def _outcome_state(self) -> Tensor:
         device = self._device()
@@ -300,24 +306,30 @@ class FusedOptimizer(torch.optim.Optimizer):
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """Add a group, as ``torch.optim.Optimizer.add_param_group``; a parameter named twice counts once."""
-        self._check_group({**self.defaults, **param_group})
+        if isinstance(param_group, dict):
+            self._check_group({**self.defaults, **param_group})
         super().add_param_group(param_group)
         group = self.param_groups[-1]
         group["params"] = list(dict.fromkeys(group["params"]))
 
     def state_dict(self) -> dict[str, Any]:
         """As ``torch.optim.Optimizer.state_dict``; every group carries the loss scale as plain numbers."""
-        if self._loss_scale is not None:
-            numbers = self._loss_scale.state_dict()
-            for group in self.param_groups:
-                group["loss_scale"] = dict(numbers)
+        numbers = self._scale_numbers()
+        for group in self.param_groups:
+            group["loss_scale"] = numbers and dict(numbers)
         return super().state_dict()
+
+    def _scale_numbers(self) -> dict[str, float | int] | None:
+        """The loss scale as it travels in the groups."""
+        if self._loss_scale is None:
+            return None
+        return {**self._loss_scale.state_dict(), "_is_armed": int(self._is_armed)}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Take over a checkpoint of ours or of torch's optimizer of the same name.
 
         Options that it lacks take the constructor's values. State is copied, and stays float32 for parameters of
-        lower precision. A loss scale in it arms ``loss_scale="auto"``.
+        lower precision. ``loss_scale="auto"`` is armed if it was when the checkpoint was made.
         """
         scales = [group.get("loss_scale") for group in state_dict["param_groups"]]
         numbers = next((numbers for numbers in scales if numbers is not None), None)
@@ -338,7 +350,7 @@ class FusedOptimizer(torch.optim.Optimizer):
                     prepare_state(state, param, names)
         if numbers is not None and self._loss_scale is not None:
             self._loss_scale.load_state_dict(numbers)
-            self._is_armed = True
+            self._is_armed = self._is_armed or bool(numbers.get("_is_armed", True))
 
     def __getstate__(self) -> dict[str, Any]:
         kept = ("_loss_scale", "_is_armed", "_skip_nonfinite", "_skip_norm", "_backend_name", "_outcome")

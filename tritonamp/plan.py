@@ -7,6 +7,7 @@ Each step therefore compares cheaply what it finds with what it found before, an
 from __future__ import annotations
 
 from collections.abc import Sequence
+from itertools import compress
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
@@ -91,7 +92,7 @@ class Plan:
 
     Attributes:
         entries: one for each parameter, in the order of the groups.
-        grads: their gradients as of the last :meth:`refresh`; None where there is nothing to do.
+        grads: their gradients as of the last :meth:`look`; None where there is nothing to do.
         device: the device of all of them; None without parameters.
         updated: what a step from these gradients updates: parameters, state and step counters.
         generation: grows whenever anything has changed but the gradients' addresses and presence.
@@ -104,18 +105,17 @@ class Plan:
         self.device: torch.device | None = None
         self.generation = 0
         self._ids: list[int] = []
-        self._found: tuple[Any, ...] | None = None
+        self._found: tuple[Any, ...] | None = None  # None: something has changed since the entries were made
         self._grad_facts: list[Any] = []  # of the last gradient each parameter had
         self._state_keys: list[tuple[str, ...]] = []
-        self._numels: list[int] = []
         self._is_active: list[bool] = []
         self._has_complex = False
 
-    def refresh(self, optimizer: FusedOptimizer) -> bool:
-        """Bring the plan up to date; True if any parameter has a gradient with elements.
+    def look(self, optimizer: FusedOptimizer) -> bool:
+        """Find the gradients and check them; True if any parameter has one with elements.
 
         Raises:
-            RuntimeError, TypeError: for a parameter or gradient that cannot be updated, before anything is changed.
+            RuntimeError, TypeError: for a parameter or gradient that cannot be updated. Nothing is changed then.
         """
         groups = optimizer.param_groups
         params = [param for group in groups for param in group["params"]]
@@ -130,17 +130,26 @@ class Plan:
             facts = [old if new is None else new for new, old in zip(facts, self._grad_facts, strict=True)]
         if facts != self._grad_facts or self._find(optimizer, params) != self._found:
             _check(params, grads)
-            self._rebuild(optimizer, grads, facts)
-            self._ids, self._grad_facts = ids, facts
-            self._found = self._find(optimizer, params)
-        self.grads = [g if g is not None and numel else None for g, numel in zip(grads, self._numels, strict=True)]
+            self._found = None
+        self._ids, self._grad_facts = ids, facts
+        self.device = params[0].device if params else None
+        self.grads = [g if g is not None and g.numel() else None for g in grads]
+        return any(g is not None for g in self.grads)
+
+    def prepare(self, optimizer: FusedOptimizer) -> None:
+        """Make what :meth:`look` found ready for a launch: state that is missing, entries that have changed."""
+        if self._found is None:
+            self._rebuild(optimizer)
+            self._found = self._find(optimizer, [entry.param for entry in self.entries])
         self._resolve()
         is_active = [g is not None for g in self.grads]
         if is_active != self._is_active:
-            active = [entry for entry, is_on in zip(self.entries, is_active, strict=True) if is_on]
-            self.updated = [tensor for entry in active for tensor in (entry.param, *entry.state, entry.step) if tensor is not None]
+            self.updated = []
+            for entry in compress(self.entries, is_active):
+                self.updated += [entry.param, *entry.state]
+                if entry.step is not None:
+                    self.updated.append(entry.step)
             self._is_active = is_active
-        return bool(self.updated)
 
     def _find(self, optimizer: FusedOptimizer, params: list[Tensor]) -> tuple[Any, ...] | None:
         """Everything a launch depends on, besides the gradients, in a form that compares fast."""
@@ -157,28 +166,23 @@ class Plan:
         options = [(len(group["params"]), optimizer._state_names(group)) for group in optimizer.param_groups]
         return shapes, list(map(id, found)), addresses, options
 
-    def _rebuild(self, optimizer: FusedOptimizer, grads: list[Tensor | None], facts: list[Any]) -> None:
-        """Make the state that is missing, and the entries."""
+    def _rebuild(self, optimizer: FusedOptimizer) -> None:
         entries: list[Entry] = []
         self._state_keys = []
         for number, group in enumerate(optimizer.param_groups):
             names = optimizer._state_names(group)
             for param in group["params"]:
                 at = len(entries)
-                is_active = grads[at] is not None and param.numel() > 0
                 step, state = None, ()
-                if names and (is_active or optimizer.state.get(param)):
+                if names and (self.grads[at] is not None or optimizer.state.get(param)):
                     step, *state = prepare_state(optimizer.state[param], param, names)
                 self._state_keys.append(("step", *names) if step is not None else ())
-                if facts[at] is None:
-                    dtype, strides = getattr(param, "grad_dtype", None) or param.dtype, param.stride()
-                else:
-                    dtype, strides = facts[at][0], facts[at][3]
+                dtype, strides = getattr(param, "grad_dtype", None) or param.dtype, param.stride()
+                if self._grad_facts[at] is not None:
+                    dtype, _, _, strides = self._grad_facts[at]
                 entries.append(Entry(param, number, dtype, strides, len(names), step, tuple(state)))
         self.entries = entries
-        self.device = entries[0].param.device if entries else None
         self._has_complex = any(entry.param.is_complex() for entry in entries)
-        self._numels = [entry.param.numel() for entry in entries]
         self._is_active, self.updated = [], []
         self.generation += 1
 

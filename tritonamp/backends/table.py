@@ -130,13 +130,13 @@ class Table:
         return True
 
     def _fill_groups(self, optimizer: FusedOptimizer, rows: Words) -> None:
-        reals = rows.view(np.float64)
+        reals, device = rows.view(np.float64), optimizer._device()
         for row, real, group in zip(rows, reals, optimizer.param_groups, strict=True):
             lr, max_norm = group["lr"], group["max_norm"]
-            if isinstance(lr, Tensor) and lr.device == optimizer._device():
+            if isinstance(lr, Tensor) and lr.dtype in (torch.float32, torch.float64) and lr.device == device:
                 row[_AT.LR_ADDRESS], row[_AT.LR_IS_DOUBLE] = lr.data_ptr(), lr.dtype == torch.float64
             else:
-                real[_AT.LR] = lr
+                real[_AT.LR] = float(lr)
             real[_AT.MAX_NORM] = np.inf if max_norm is None else max_norm
             real[_AT.SIGN] = -1.0 if group["maximize"] else 1.0
             hyper = optimizer._hyper(group)
