@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from itertools import compress
+from operator import attrgetter
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
@@ -106,8 +107,8 @@ class Plan:
         self.generation = 0
         self._ids: list[int] = []
         self._found: tuple[Any, ...] | None = None  # None: something has changed since the entries were made
-        self._grad_facts: list[Any] = []  # of the last gradient each parameter had
-        self._state_keys: list[tuple[str, ...]] = []
+        self._grad_facts: list[Any] = []  # of the last gradient that each parameter had
+        self._state_of_params: list[tuple[dict[str, Any], tuple[str, ...]]] = []  # and the keys that are used
         self._is_active: list[bool] = []
         self._has_complex = False
 
@@ -117,24 +118,27 @@ class Plan:
         Raises:
             RuntimeError, TypeError: for a parameter or gradient that cannot be updated. Nothing is changed then.
         """
-        groups = optimizer.param_groups
-        params = [param for group in groups for param in group["params"]]
+        params = [param for group in optimizer.param_groups for param in group["params"]]
         grads: list[Tensor | None] = [param.grad for param in params]
+        has_grad = [grad is not None for grad in grads]
         try:
-            facts = [None if g is None else (g.dtype, g.device, g.shape, g.stride()) for g in grads]
+            facts = _facts([grad for grad in grads if grad is not None])
         except (RuntimeError, NotImplementedError):  # sparse gradients have no strides
             _check(params, grads)
             raise
         ids = list(map(id, params))
-        if ids == self._ids:
-            facts = [old if new is None else new for new, old in zip(facts, self._grad_facts, strict=True)]
-        if facts != self._grad_facts or self._find(optimizer, params) != self._found:
+        if ids != self._ids:
+            self._grad_facts = [None] * len(params)
+        is_known = self._found is not None and facts == list(compress(self._grad_facts, has_grad))
+        if not is_known or self._find(optimizer, params) != self._found:
             _check(params, grads)
             self._found = None
-        self._ids, self._grad_facts = ids, facts
+            new = iter(facts)
+            self._grad_facts = [next(new) if has else old for has, old in zip(has_grad, self._grad_facts, strict=True)]
+        self._ids = ids
         self.device = params[0].device if params else None
-        self.grads = [g if g is not None and g.numel() else None for g in grads]
-        return any(g is not None for g in self.grads)
+        self.grads = [grad if grad is not None and grad.numel() else None for grad in grads]
+        return any(grad is not None for grad in self.grads)
 
     def prepare(self, optimizer: FusedOptimizer) -> None:
         """Make what :meth:`look` found ready for a launch: state that is missing, entries that have changed."""
@@ -153,30 +157,36 @@ class Plan:
 
     def _find(self, optimizer: FusedOptimizer, params: list[Tensor]) -> tuple[Any, ...] | None:
         """Everything a launch depends on, besides the gradients, in a form that compares fast."""
-        keys, states = self._state_keys, optimizer.state
-        if len(keys) != len(params):
+        of_params = self._state_of_params
+        if len(of_params) != len(params):
             return None
         try:
-            of_params = map(states.get, params)
-            found = [of_param[key] for of_param, names in zip(of_params, keys, strict=True) for key in names]  # type: ignore[index]
-            addresses = list(map(Tensor.data_ptr, found))
+            state = [of_param[key] for of_param, keys in of_params for key in keys]
+            addresses = list(map(Tensor.data_ptr, state))
         except (KeyError, TypeError):
             return None
-        shapes = [(p.data_ptr(), p.dtype, p.shape, p.stride()) for p in params]
-        options = [(len(group["params"]), optimizer._state_names(group)) for group in optimizer.param_groups]
-        return shapes, list(map(id, found)), addresses, options
+        return (
+            _facts(params),
+            list(map(Tensor.data_ptr, params)),
+            list(map(id, optimizer.state.values())),
+            list(map(id, state)),
+            addresses,
+            [(len(group["params"]), optimizer._state_names(group)) for group in optimizer.param_groups],
+        )
 
     def _rebuild(self, optimizer: FusedOptimizer) -> None:
         entries: list[Entry] = []
-        self._state_keys = []
+        self._state_of_params = []
         for number, group in enumerate(optimizer.param_groups):
             names = optimizer._state_names(group)
             for param in group["params"]:
                 at = len(entries)
-                step, state = None, ()
+                step: Tensor | None = None
+                state: list[Tensor] = []
                 if names and (self.grads[at] is not None or optimizer.state.get(param)):
                     step, *state = prepare_state(optimizer.state[param], param, names)
-                self._state_keys.append(("step", *names) if step is not None else ())
+                of_param = ({}, ()) if step is None else (optimizer.state[param], ("step", *names))
+                self._state_of_params.append(of_param)
                 dtype, strides = getattr(param, "grad_dtype", None) or param.dtype, param.stride()
                 if self._grad_facts[at] is not None:
                     dtype, _, _, strides = self._grad_facts[at]
@@ -191,6 +201,15 @@ class Plan:
         present = [g for g in self.grads if g is not None]
         if any(map(Tensor.is_neg, present)) or (self._has_complex and any(map(Tensor.is_conj, present))):
             self.grads = [None if g is None else g.resolve_conj().resolve_neg() for g in self.grads]
+
+
+_dtype = attrgetter("dtype")
+
+
+def _facts(tensors: Sequence[Tensor]) -> list[tuple[Any, ...]]:
+    """What of each tensor matters to a launch, besides its address. Made once a step: no Python per tensor."""
+    of_each = (Tensor.get_device, Tensor.numel, Tensor.stride)
+    return list(zip(map(_dtype, tensors), *(map(fact, tensors) for fact in of_each), strict=True))
 
 
 def prepare_state(state: dict[str, Any], param: Tensor, names: Sequence[str]) -> list[Tensor]:

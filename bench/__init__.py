@@ -1,0 +1,1 @@
+"""Measures optimizer steps: ``python -m bench --help``."""

@@ -1,0 +1,18 @@
+"""``python -m bench host``: what a step costs the host."""
+
+from __future__ import annotations
+
+import argparse
+
+from . import host
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(prog="python -m bench", description=__doc__)
+    commands = parser.add_subparsers(dest="command", required=True)
+    host.add_arguments(commands.add_parser("host", help=host.__doc__))
+    args = parser.parse_args()
+    args.run(args)
+
+
+main()
