@@ -55,6 +55,7 @@ class TorchBackend:
             skip = (found_inf and request.skip_nonfinite) or norm > request.skip_norm
         if not skip:
             self._update(optimizer, plan, [inv_scale * _clip(group["max_norm"], norm) for group in groups])
+            torch.autograd.graph.increment_version(plan.updated)  # torch's fused kernels do not
 
         outcome[GRAD_NORM], outcome[FOUND_INF], outcome[SKIPPED], outcome[PENDING_INF] = norm, found_inf, skip, 0.0
         outcome[SKIPPED_STEPS] += skip

@@ -143,7 +143,7 @@ class TritonBackend:
                 self._launch(step_kernel, work, RULE=rule, VARIANTS=variants, GRADS=grads)
                 return
             except RuntimeError as error:
-                if "cooperative" not in str(error) and "not supported" not in str(error):
+                if "cooperative" not in str(error) and "operation not supported" not in str(error):
                     raise
                 self._is_split = True  # refused before anything ran
         if request.needs_norm:
