@@ -8,6 +8,7 @@ from . import host
 
 
 def main() -> None:
+    """Run the command that is asked for."""
     parser = argparse.ArgumentParser(prog="python -m bench", description=__doc__)
     commands = parser.add_subparsers(dest="command", required=True)
     host.add_arguments(commands.add_parser("host", help=host.__doc__))

@@ -23,12 +23,14 @@ from tritonamp.backends import triton as backend
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """What ``host`` takes."""
     parser.add_argument("--params", type=int, nargs="+", default=[10, 150, 1000, 5000], help="numbers of parameters")
     parser.add_argument("--repeat", type=int, default=30, help="steps of each that are timed")
     parser.set_defaults(run=run)
 
 
 def run(args: argparse.Namespace) -> None:
+    """Measure and print."""
     table = Table("parameters", "tritonamp", "torch, fused AdamW", "ratio", title="host time of a step (median)")
     for count in args.params:
         ours, theirs = measure(count, args.repeat)
@@ -39,8 +41,8 @@ def run(args: argparse.Namespace) -> None:
 def measure(count: int, repeat: int) -> tuple[float, float]:
     """Median seconds of our step without its kernel, and of torch's three calls."""
     with (
-        mock.patch.object(backend, "_check_device", lambda *args: None),
-        mock.patch.object(backend.TritonBackend, "_launch", lambda *args, **constants: None),
+        mock.patch.object(backend, "_check_device", return_value=None),
+        mock.patch.object(backend.TritonBackend, "_launch", return_value=None),
     ):
         params = [_params(count), _params(count)]
         calls = [_ours(params[0]), _torch(params[1])]

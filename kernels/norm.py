@@ -20,7 +20,7 @@ CAP = tl.constexpr(2.0**900)  # of a chunk's sum: large float64 grads would exce
 
 @triton.jit
 def magnitude_bits(x, C: tl.constexpr):
-    """The bits of ``|x|``, ordered as integers: finite < inf < NaN. (``tl.max`` on floats drops NaN.)"""
+    """The bits of ``|x|``, ordered as integers: finite < inf < NaN. ``tl.max`` on floats drops NaN."""
     if C == tl.float64:
         return x.to(tl.int64, bitcast=True) & 0x7FFFFFFFFFFFFFFF
     else:

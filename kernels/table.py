@@ -81,7 +81,7 @@ def position(index, layout, which: tl.constexpr):
     ``layout`` is the address of a layout. State lies densely, in the order of ``index``.
     """
     offset = tl.zeros_like(index)
-    for d in range(0, tl.load(layout)):
+    for d in range(tl.load(layout)):
         dim = layout + 1 + d * DIM
         size = tl.load(dim)
         offset += (index % size) * tl.load(dim + which)

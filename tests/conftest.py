@@ -47,10 +47,7 @@ class Runner:
             with concurrent_interpreter(self.programs, **options) as launches:
                 yield launches
         else:
-            try:  # TEMP
-                from tritonamp.testing.virtual_gpu import virtual_gpu
-            except ImportError:
-                from ptxsim import virtual_gpu
+            from ptxsim import virtual_gpu  # TEMP
 
             # On the virtual GPU a grid starts with one program per multiprocessor.
             options = {"race": True, "auto_register": True, "traffic": False, **options}
@@ -69,7 +66,9 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """Leave out what the other process runs: ``interpreted`` or ``compiled`` tests, and tests of neither."""
     for item in items:
         if item.get_closest_marker("compiled" if IS_INTERPRETED else "interpreted"):
-            item.add_marker(pytest.mark.skip("runs with TRITON_INTERPRET unset" if IS_INTERPRETED else "needs TRITON_INTERPRET=1"))
+            item.add_marker(
+                pytest.mark.skip("runs with TRITON_INTERPRET unset" if IS_INTERPRETED else "needs TRITON_INTERPRET=1")
+            )
 
 
 @pytest.fixture(params=RUNNERS, ids=str)

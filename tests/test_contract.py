@@ -154,7 +154,7 @@ def test_two_devices_in_one_optimizer(runner: Runner) -> None:
     params[0].grad = torch.ones(3)
     optimizer = SGD(params, loss_scale="dynamic", backend=runner.backend)
     scaled(optimizer)
-    with pytest.raises(RuntimeError, match="parameter 1 .* another device than parameter 0"):
+    with pytest.raises(RuntimeError, match=r"parameter 1 .* another device than parameter 0"):
         optimizer.step()
 
 
@@ -163,7 +163,7 @@ def test_triton_where_it_cannot_run() -> None:
     params = make_params([(2,)])
     set_grads(params)
     optimizer = SGD(params, loss_scale=None, backend="triton")
-    with pytest.raises(RuntimeError, match="backend='triton' .*use backend='auto'"):
+    with pytest.raises(RuntimeError, match=r"backend='triton' .*use backend='auto'"):
         optimizer.step()
 
 
@@ -181,7 +181,7 @@ def test_an_armed_step_needs_a_scaled_loss(runner: Runner) -> None:
     params = make_params([(3,)])
     optimizer = AdamW(params, loss_scale="dynamic", backend=runner.backend)
     set_grads(params)
-    refused(optimizer, RuntimeError, "nothing was scaled since the last step: call optimizer.backward")
+    refused(optimizer, RuntimeError, "nothing was scaled since the last step: call opt.backward")
     scaled(optimizer)
     optimizer.step()
     set_grads(params)
@@ -298,22 +298,18 @@ def test_update_by_hand(runner: Runner) -> None:
 @pytest.mark.parametrize("explicit", [False, True], ids=["step", "unscale_, clip, step"])
 def test_under_a_stock_scaler(runner: Runner, explicit: bool) -> None:
     """As a fused optimizer under an unmodified GradScaler; our own scale stays inert."""
-    ours, theirs = make_params([(40,), (600,)]), []
+    ours = make_params([(40,), (600,)])
     theirs = [p.detach().clone().requires_grad_() for p in ours]
     optimizers = [AdamW(ours, lr=0.1, backend=runner.backend), torch.optim.AdamW(theirs, lr=0.1, foreach=False)]
     scalers = [torch.amp.GradScaler("cpu", init_scale=64.0, growth_interval=2) for _ in range(2)]
     for step in range(4):
-        for i, (params, optimizer, scaler) in enumerate(zip((ours, theirs), optimizers, scalers, strict=True)):
-            scale = float(scaler.scale(torch.ones(())))
-            if i == 0:
-                set_grads(params, scale)
-                if step == 1:
-                    params[1].grad[5] = torch.inf
-            else:
-                for mine, other in zip(ours, theirs, strict=True):
-                    other.grad = grads.pop(0)
-            if i == 0:
-                grads = [p.grad.clone() for p in ours]
+        set_grads(ours, scalers[0].get_scale())
+        if step == 1:
+            ours[1].grad[5] = torch.inf
+        for mine, other in zip(ours, theirs, strict=True):
+            other.grad = mine.grad.clone()
+        for params, optimizer, scaler in zip((ours, theirs), optimizers, scalers, strict=True):
+            scaler.scale(torch.ones(()))
             if explicit:
                 scaler.unscale_(optimizer)
                 torch.nn.utils.clip_grad_norm_(params, 1.0, foreach=False)
@@ -331,7 +327,12 @@ def test_under_a_stock_scaler(runner: Runner, explicit: bool) -> None:
 def test_found_inf_of_an_outer_scaler_may_be_a_sum(runner: Runner) -> None:
     params = make_params([(3,)])
     optimizer = AdamW(params, backend=runner.backend)
-    for flag, skips in ((torch.tensor(2.0), True), (torch.tensor(float("nan")), True), (torch.tensor(0.0), False), (0, False)):
+    for flag, skips in (
+        (torch.tensor(2.0), True),
+        (torch.tensor(float("nan")), True),
+        (torch.tensor(0.0), False),
+        (0, False),
+    ):
         set_grads(params)
         before = values(optimizer)
         optimizer.found_inf = flag

@@ -79,7 +79,9 @@ def test_nothing_recompiles_inside_the_loop() -> None:
     """Neither step count, lr, scale, a missing gradient, another alignment nor an odd size makes a new kernel."""
     params = make_params([(70,), (16,), (5, 5)])
     with RUNNER.running():
-        optimizer = tritonamp.AdamW(params, max_norm=1.0, loss_scale=tritonamp.LossScale(8.0, growth_interval=3), backend="triton")
+        optimizer = tritonamp.AdamW(
+            params, max_norm=1.0, loss_scale=tritonamp.LossScale(8.0, growth_interval=3), backend="triton"
+        )
         kernels = None
         for step in range(20):
             scale = scaled(optimizer)
@@ -110,7 +112,7 @@ def test_item_and_bool_are_never_called(monkeypatch: pytest.MonkeyPatch) -> None
         optimizer.step()
 
 
-def test_the_plan_is_never_stale(runner: Runner) -> None:
+def test_the_plan_is_never_stale(runner: Runner) -> None:  # noqa: C901 - a list of changes, not branches
     """Gradients move, vanish and change strides; data is swapped; state is replaced; groups are added."""
     params = make_params([(600,), (4, 6), (9,)])
     optimizer = tritonamp.AdamW(params, lr=0.1, max_norm=1.0, loss_scale=2.0, backend=runner.backend)
@@ -177,7 +179,9 @@ def test_the_plan_is_never_stale(runner: Runner) -> None:
 
 
 @pytest.mark.parametrize("exception", [RuntimeError("device fell over"), KeyboardInterrupt()], ids=repr)
-def test_an_aborted_launch_leaves_a_working_optimizer(exception: BaseException, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_aborted_launch_leaves_a_working_optimizer(
+    exception: BaseException, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Its workspace, whose barrier counters may be anything, is dropped."""
     from tritonamp.backends import triton as backend
 

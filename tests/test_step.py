@@ -137,7 +137,10 @@ def test_layouts(runner: Runner, shape: tuple[int, ...]) -> None:
 
 
 def test_complex_parameters_are_pairs_of_reals(runner: Runner) -> None:
-    params = [torch.randn(30, dtype=torch.complex64).requires_grad_(), torch.randn(4, 5, dtype=torch.complex64).t().requires_grad_()]
+    params = [
+        torch.randn(30, dtype=torch.complex64).requires_grad_(),
+        torch.randn(4, 5, dtype=torch.complex64).t().requires_grad_(),
+    ]
     optimizer = Adam(params, lr=0.1, max_norm=1.0, amsgrad=True, loss_scale=None, backend=runner.backend)
     for step in range(2):
         for param in params:
@@ -273,8 +276,11 @@ def test_autograd_sees_the_update(runner: Runner) -> None:
 
 
 @pytest.mark.parametrize("shapes", [SHAPES, [(2000,)]], ids=["many", "one"])
-def test_bits_do_not_depend_on_the_number_of_programs(shapes: list[tuple[int, ...]], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_bits_do_not_depend_on_the_number_of_programs(
+    shapes: list[tuple[int, ...]], monkeypatch: pytest.MonkeyPatch
+) -> None:
     from conftest import KERNEL_RUNNERS
+
     from tritonamp.backends import table
 
     monkeypatch.setattr(table, "MIN_CHUNK", 512)

@@ -1,8 +1,8 @@
 """One call after ``backward()``: unscale, check, clip, update, adjust the loss scale. In one launch on a GPU.
 
-    opt = tritonamp.AdamW(model.parameters(), lr=3e-4, max_norm=1.0)
-    opt.backward(loss)
-    opt.step()
+opt = tritonamp.AdamW(model.parameters(), lr=3e-4, max_norm=1.0)
+opt.backward(loss)
+opt.step()
 """
 
 from .adam import Adam, AdamW

@@ -9,10 +9,22 @@ from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
+from torch._compile import _disable_dynamo
 from torch.optim.optimizer import ParamsT
 
-from .backends import FOUND_INF, GRAD_NORM, OUTCOME, PENDING_INF, SKIPPED, SKIPPED_STEPS, CONSECUTIVE_SKIPS
-from .backends import Backend, Request, check_backend, choose_backend
+from .backends import (
+    CONSECUTIVE_SKIPS,
+    FOUND_INF,
+    GRAD_NORM,
+    OUTCOME,
+    PENDING_INF,
+    SKIPPED,
+    SKIPPED_STEPS,
+    Backend,
+    Request,
+    check_backend,
+    choose_backend,
+)
 from .loss_scale import LossScale, scale_outputs
 from .plan import Plan, prepare_state
 
@@ -55,7 +67,9 @@ class FusedOptimizer(torch.optim.Optimizer):
         check_backend(backend)
         self._loss_scale, self._is_armed = _make_loss_scale(loss_scale)
         if self._loss_scale is not None and not skip_nonfinite and self._is_armed:
-            raise ValueError(f"skip_nonfinite=False needs loss_scale=None, got {loss_scale!r}: a scale backs off by skipping")
+            raise ValueError(
+                f"skip_nonfinite=False needs loss_scale=None, got {loss_scale!r}: a scale backs off by skipping"
+            )
         if skip_norm is not None and not skip_norm >= 0:
             raise ValueError(f"skip_norm must be at least 0, got {skip_norm!r}")
         if not skip_nonfinite:
@@ -138,8 +152,8 @@ class FusedOptimizer(torch.optim.Optimizer):
             self._outcome_state()[PENDING_INF] += found_inf[0]
         self._is_unscaled = True
 
-    @torch._disable_dynamo  # raw pointers are nothing to trace
-    def step(self, closure: Callable[[], Any] | None = None) -> Any:  # type: ignore[override]
+    @_disable_dynamo  # raw pointers are nothing to trace; torch.compiler.disable would import the compiler here
+    def step(self, closure: Callable[[], Any] | None = None) -> Any:
         """Update the parameters from their gradients, unless the step is to be skipped; one launch on a GPU.
 
         Args:
@@ -181,13 +195,15 @@ class FusedOptimizer(torch.optim.Optimizer):
         if is_outer:
             self._has_outer_scaler = True
             if scale is not None and scale._is_scaled:
-                raise RuntimeError("the loss was scaled by this optimizer's scale() and by a GradScaler: use one of them")
+                raise RuntimeError(
+                    "the loss was scaled by this optimizer's scale() and by a GradScaler: use one of them"
+                )
             scale = None
         elif scale is not None and not scale._is_scaled:
             if any(float(group["lr"]) != 0 for group in self.param_groups):
                 raise RuntimeError(
-                    "step() with a loss scale, but nothing was scaled since the last step: call optimizer.backward(loss) "
-                    "or optimizer.scale(loss).backward(), or pass loss_scale=None if the loss is not to be scaled"
+                    "step() with a loss scale, but nothing was scaled since the last step: call opt.backward(loss) "
+                    "or opt.scale(loss).backward(), or pass loss_scale=None if the loss is not to be scaled"
                 )
             scale = None
         advance = 0
@@ -195,7 +211,9 @@ class FusedOptimizer(torch.optim.Optimizer):
             scale._is_scaled = False
         elif scale is not None and scale._is_shared:
             if self in scale._recorded:
-                raise RuntimeError("second step() on a shared loss scale in one iteration: call loss_scale.update() first")
+                raise RuntimeError(
+                    "second step() on a shared loss scale in one iteration: call loss_scale.update() first"
+                )
             advance = 2
         elif scale is not None:
             advance = 1
@@ -338,7 +356,7 @@ class FusedOptimizer(torch.optim.Optimizer):
         super().load_state_dict(state_dict)
         old = chain.from_iterable(group["params"] for group in state_dict["param_groups"])
         for group in self.param_groups:
-            for param, number in zip(group["params"], old):
+            for param, number in zip(group["params"], old, strict=False):
                 if number not in state_dict["state"]:
                     continue
                 saved = state_dict["state"][number]
@@ -354,7 +372,7 @@ class FusedOptimizer(torch.optim.Optimizer):
 
     def __getstate__(self) -> dict[str, Any]:
         kept = ("_loss_scale", "_is_armed", "_skip_nonfinite", "_skip_norm", "_backend_name", "_outcome")
-        return {**super().__getstate__(), **{name: self.__dict__[name] for name in kept}}  # type: ignore[no-untyped-call]
+        return {**super().__getstate__(), **{name: self.__dict__[name] for name in kept}}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         super().__setstate__(state)

@@ -98,7 +98,9 @@ class Table:
         tensors = np.repeat(np.arange(len(entries)), chunks)
         within = np.arange(self.n_chunks) - np.repeat(np.cumsum(chunks) - chunks, chunks)
         changing = np.zeros(at_rows, np.int64)
-        self.words: Words = np.concatenate([changing, rows.ravel(), tensors << 32 | within, np.array(layouts, np.int64)])
+        self.words: Words = np.concatenate(
+            [changing, rows.ravel(), tensors << 32 | within, np.array(layouts, np.int64)]
+        )
         self._header = {
             "N_TENSORS": len(entries),
             "N_CHUNKS": self.n_chunks,

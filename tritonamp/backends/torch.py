@@ -191,7 +191,9 @@ def _run_plain(
 
 
 def _divisor(factor: float, device: torch.device) -> Tensor | None:
-    return None if factor == 1 else torch.full((), 1 / factor if factor else math.inf, dtype=torch.float32, device=device)
+    return (
+        None if factor == 1 else torch.full((), 1 / factor if factor else math.inf, dtype=torch.float32, device=device)
+    )
 
 
 def _columns(items: Sequence[Item], factor: float) -> tuple[list[Tensor], list[Tensor], list[Tensor], Tensor | None]:

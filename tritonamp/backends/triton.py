@@ -114,7 +114,9 @@ class TritonBackend:
         self._partials = torch.empty(self._table.n_chunks, dtype=torch.float64, device=self.device)
         self._counters = torch.zeros(2, dtype=torch.int32, device=self.device)
         self._constants = {
-            "VARIANTS": tuple((*(_DTYPES[dtype] for dtype in variant[:3]), variant.states) for variant in self._variants),
+            "VARIANTS": tuple(
+                (*(_DTYPES[dtype] for dtype in variant[:3]), variant.states) for variant in self._variants
+            ),
             "GRADS": tuple((_DTYPES[grad], _DTYPES[compute]) for grad, compute in grad_kinds(self._variants)),
         }
         self._generation = plan.generation
@@ -178,7 +180,9 @@ class TritonBackend:
 def _check_device(device: torch.device, is_interpreted: bool) -> None:
     if is_interpreted:
         if device.type != "cpu":
-            raise RuntimeError(f"TRITON_INTERPRET=1 runs kernels on CPU tensors, got {device}: unset it, or move the tensors")
+            raise RuntimeError(
+                f"TRITON_INTERPRET=1 runs kernels on CPU tensors, got {device}: unset it, or move the tensors"
+            )
         return
     try:
         runs_on = triton.runtime.driver.active.get_active_torch_device().type
@@ -186,4 +190,3 @@ def _check_device(device: torch.device, is_interpreted: bool) -> None:
         raise RuntimeError(f"backend='triton' finds no device here ({error}): use backend='auto'") from error
     if runs_on != device.type:
         raise RuntimeError(f"backend='triton' runs on {runs_on} tensors here, got {device}: use backend='auto'")
-
