@@ -409,3 +409,15 @@ def test_hysteresis_backs_off_on_the_nth_overflow(runner: Runner) -> None:
 def test_import_needs_no_gpu_and_names_are_public() -> None:
     assert set(tritonamp.__all__) == {"SGD", "Adam", "AdamW", "LossScale"}
     assert IS_INTERPRETED or SGD(make_params([(1,)]))._backend is None
+
+
+def test_a_static_scale_may_be_shared(runner: Runner) -> None:
+    loss_scale = LossScale.static(4.0)
+    params = make_params([(3,), (5,)])
+    optimizers = [SGD([p], loss_scale=loss_scale, backend=runner.backend) for p in params]
+    for _ in range(2):
+        set_grads(params, scaled(optimizers[0]))
+        for optimizer in optimizers:
+            checked_step(optimizer)
+        loss_scale.update()
+    assert loss_scale.get_scale() == 4.0

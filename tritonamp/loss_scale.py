@@ -197,6 +197,13 @@ class LossScale:
     def _is_shared(self) -> bool:
         return len(self._optimizers) > 1
 
+    def _end_step(self, optimizer: FusedOptimizer) -> None:
+        """The optimizer has used up what was scaled; where the scale is shared, :meth:`update` ends the iteration."""
+        if self._is_shared:
+            self._recorded.add(optimizer)
+        else:
+            self._is_scaled = False
+
     def _on(self, device: torch.device) -> Tensor:
         """The state as a ``[10]`` float64 tensor on the device; it moves there once."""
         if self._state is None:

@@ -181,54 +181,53 @@ class FusedOptimizer(torch.optim.Optimizer):
         self._backend.step(self, self._plan, request)
         self._plan.grads = []  # zero_grad() shall free them
         self._is_unscaled = False
-        if self._loss_scale is not None and request.advance == 1:
-            self._loss_scale._is_scaled = False
-        elif self._loss_scale is not None and request.advance == 2:
-            self._loss_scale._recorded.add(self)
+        if self._loss_scale is not None and request.loss_scale is not None:
+            self._loss_scale._end_step(self)
         return loss
 
-    def _request(self, device: torch.device) -> Request:
-        """What this step asks of the backend; raises where it would train wrongly."""
-        grad_scale = _scalar(getattr(self, "grad_scale", None), device)
-        is_outer = self._outer_found_inf is not None
+    def _scale_in_force(self) -> LossScale | None:
+        """The own loss scale, if this step's gradients carry it; raises where it would train wrongly."""
         scale = self._loss_scale if self._is_armed else None
-        if is_outer:
-            self._has_outer_scaler = True
-            if scale is not None and scale._is_scaled:
+        if scale is None:
+            return None
+        if self._outer_found_inf is not None:
+            if scale._is_scaled:
                 raise RuntimeError(
                     "the loss was scaled by this optimizer's scale() and by a GradScaler: use one of them"
                 )
-            scale = None
-        elif scale is not None and not scale._is_scaled:
+            return None
+        if not scale._is_scaled:
             if any(float(group["lr"]) != 0 for group in self.param_groups):
                 raise RuntimeError(
                     "step() with a loss scale, but nothing was scaled since the last step: call opt.backward(loss) "
                     "or opt.scale(loss).backward(), or pass loss_scale=None if the loss is not to be scaled"
                 )
-            scale = None
-        advance = 0
-        if scale is not None and not scale._is_dynamic:
-            scale._is_scaled = False
-        elif scale is not None and scale._is_shared:
-            if self in scale._recorded:
-                raise RuntimeError(
-                    "second step() on a shared loss scale in one iteration: call loss_scale.update() first"
-                )
-            advance = 2
-        elif scale is not None:
-            advance = 1
+            return None
+        if scale._is_shared and self in scale._recorded:
+            raise RuntimeError("second step() on a shared loss scale in one iteration: call loss_scale.update() first")
+        return scale
+
+    def _request(self, device: torch.device) -> Request:
+        """What this step asks of the backend."""
+        scale = self._scale_in_force()
+        is_outer = self._outer_found_inf is not None
         skip_nonfinite = self._skip_nonfinite or is_outer
         needs_norm = skip_nonfinite or self._skip_norm < math.inf
+        for group in self.param_groups:
+            if group["max_norm"] is not None:
+                check_at_least_0("max_norm", group["max_norm"])
+                needs_norm = True
+        self._has_outer_scaler |= is_outer
         return Request(
             outcome=self._outcome_state(),
             loss_scale=None if scale is None else self._scale_state(),
             unscale=scale is not None and not self._is_unscaled,
-            advance=advance,
+            advance=0 if scale is None or not scale._is_dynamic else 2 if scale._is_shared else 1,
             skip_nonfinite=skip_nonfinite,
             skip_norm=self._skip_norm,
-            grad_scale=grad_scale,
+            grad_scale=_scalar(getattr(self, "grad_scale", None), device),
             found_inf=_scalar(self._outer_found_inf, device),
-            needs_norm=needs_norm or any(group["max_norm"] is not None for group in self.param_groups),
+            needs_norm=needs_norm,
         )
 
     def _do_nothing(self) -> None:
