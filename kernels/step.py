@@ -143,10 +143,11 @@ def update_region(
 @triton.jit
 def update_chunk(
     words, row, address, begin, count, norm, inv_scale,
-    RULE: tl.constexpr, VARIANT: tl.constexpr, BLOCK: tl.constexpr,
+    RULE: tl.constexpr, VARIANTS: tl.constexpr, K: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """Update one chunk of a tensor of the given variant: dtypes of grad, param, computation; number of states."""
-    C: tl.constexpr = VARIANT[2]
+    """Update one chunk of a tensor of the ``K``-th variant."""
+    # Triton before 3.8 takes an element of a tuple for a constexpr only where it is declared as one.
+    C: tl.constexpr = VARIANTS[K][2]
     LANES: tl.constexpr = BLOCK * 32 // C.primitive_bitwidth  # 16 bytes per thread
     NARROW: tl.constexpr = BLOCK // 4  # one element per thread
     group = as_float64(words) + table.HEADER + (tl.load(row + table.KIND) >> 32) * table.GROUP
@@ -157,12 +158,13 @@ def update_chunk(
     scalars = RULE[0](group + table.HYPER, learning_rate(group), step, C)
     factors = grad_factors(group, norm, inv_scale, C)
 
-    grad = address.to(tl.pointer_type(VARIANT[0]))
+    grad = address.to(tl.pointer_type(VARIANTS[K][0]))
     param_address = tl.load(row + table.PARAM)
-    param = param_address.to(tl.pointer_type(VARIANT[1]))
+    param = param_address.to(tl.pointer_type(VARIANTS[K][1]))
     addresses = address | param_address
     states = ()
-    for k in tl.static_range(VARIANT[3]):
+    N_STATES: tl.constexpr = VARIANTS[K][3]
+    for k in tl.static_range(N_STATES):
         state_address = tl.load(row + table.STATE + k)
         addresses = addresses | state_address
         states = states + (state_address.to(tl.pointer_type(C)),)
@@ -185,7 +187,7 @@ def update(words, norm, inv_scale, RULE: tl.constexpr, VARIANTS: tl.constexpr, B
             variant = tl.load(row + table.KIND) & 0xFFFF
             for k in tl.static_range(len(VARIANTS)):
                 if variant == k:
-                    update_chunk(words, row, grad, begin, count, norm, inv_scale, RULE, VARIANTS[k], BLOCK)
+                    update_chunk(words, row, grad, begin, count, norm, inv_scale, RULE, VARIANTS, k, BLOCK)
 
 
 @triton.jit
