@@ -47,7 +47,7 @@ class Runner:
             with concurrent_interpreter(self.programs, **options) as launches:
                 yield launches
         else:
-            from ptxsim import virtual_gpu  # TEMP
+            from tritonamp.testing.virtual_gpu import virtual_gpu
 
             # On the virtual GPU a grid starts with one program per multiprocessor.
             options = {"race": True, "auto_register": True, "traffic": False, **options}

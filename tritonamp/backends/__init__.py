@@ -6,10 +6,11 @@ import importlib.util
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Protocol
 
-import torch
 from torch import Tensor
 
 if TYPE_CHECKING:
+    import torch  # at run time, `torch` here is the module beside this file, once it is imported
+
     from ..optimizer import FusedOptimizer
     from ..plan import Plan
 
