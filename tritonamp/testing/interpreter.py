@@ -133,7 +133,7 @@ class _Program:
                 self.body()
         except _Abandoned:
             pass
-        except BaseException as error:
+        except BaseException as error:  # noqa: BLE001 - raised again by the launching thread
             self.error = error
         finally:
             self.ended = True
@@ -352,7 +352,7 @@ def _from_bf16(bits: Any) -> Any:
 def _interpreter_module() -> Any:
     try:
         import triton.language as tl
-        import triton.runtime.interpreter as interpreter
+        from triton.runtime import interpreter
     except ImportError as error:
         raise RuntimeError("concurrent_interpreter() needs Triton: pip install triton") from error
     # Set too late, the variable leaves Triton's own library functions compiled.
