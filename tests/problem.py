@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
+import pytest
 import torch
 from torch import Tensor
 
@@ -52,3 +53,13 @@ def assert_same_bits(a: Sequence[Tensor], b: Sequence[Tensor]) -> None:
         assert x.dtype == y.dtype and x.shape == y.shape
         x, y = (t.detach().contiguous().flatten() for t in (x, y))
         assert torch.equal(x.view(torch.uint8), y.view(torch.uint8))
+
+
+def assert_refused(optimizer: Any, error: type[Exception], message: str) -> None:
+    """The step raises; parameters, state, scale, counters are as before, and the next good step works."""
+    before, scale = values(optimizer), optimizer.loss_scale.state_dict()
+    counts = optimizer._outcome_state().clone()
+    with pytest.raises(error, match=message):
+        optimizer.step()
+    assert_same_bits([*values(optimizer), optimizer._outcome_state()], [*before, counts])
+    assert optimizer.loss_scale.state_dict() == scale

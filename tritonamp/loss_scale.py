@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import struct
 import weakref
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -114,7 +114,7 @@ class LossScale:
         self._is_dynamic = True
         self._is_scaled = False  # something was scaled since the last iteration ended
         self._optimizers: weakref.WeakSet[FusedOptimizer] = weakref.WeakSet()
-        self._recorded: weakref.WeakSet[FusedOptimizer] = weakref.WeakSet()
+        self._recorded: set[FusedOptimizer] = set()  # that have stepped in this iteration
 
     @classmethod
     def static(cls, scale: float) -> LossScale:
@@ -129,7 +129,7 @@ class LossScale:
 
     @property
     def value(self) -> Tensor:
-        """The scale, 0-dim float32 on the device: a copy, without a sync."""
+        """The scale, 0-dim float32: a copy, without a sync. On the device, from the first use there on."""
         if self._state is None:
             return torch.tensor(self._numbers[SCALE], dtype=torch.float32)
         return self._state[SCALE].to(torch.float32)
@@ -155,14 +155,14 @@ class LossScale:
                 raise ValueError(f"new_scale must be within [min_scale, max_scale], got {new_scale!r}")
             numbers[SCALE], numbers[FOUND_INF] = value, 0.0
             self._write(numbers)
-        elif not self._is_shared:
+        elif not self._is_shared and not self._recorded:
             raise RuntimeError(
                 "LossScale.update() ends an iteration of a scale shared by several optimizers; "
                 "attached to one, it advances in that optimizer's step()"
             )
         elif self._is_dynamic and self._recorded and self._state is not None:
             next(iter(self._recorded))._advance_shared(self._state)
-        if new_scale is None or self._is_shared:
+        if new_scale is None or self._recorded:
             self._is_scaled = False
             self._recorded.clear()
 
@@ -205,11 +205,15 @@ class LossScale:
             self._is_scaled = False
 
     def _on(self, device: torch.device) -> Tensor:
-        """The state as a ``[10]`` float64 tensor on the device; it moves there once."""
+        """The state as a ``[10]`` float64 tensor on the device."""
         if self._state is None:
             self._state = torch.tensor(self._numbers, dtype=torch.float64, device=device)
         elif self._state.device != device:
-            raise RuntimeError(f"the loss scale lies on {self._state.device}, an optimizer attached to it on {device}")
+            if self._is_shared:
+                raise RuntimeError(
+                    f"the shared loss scale lies on {self._state.device}, an optimizer of it on {device}"
+                )
+            self._state = self._state.to(device)
         return self._state
 
     def _read(self) -> list[float]:
@@ -227,22 +231,6 @@ class LossScale:
     def __setstate__(self, state: dict[str, Any]) -> None:
         self.__init__()  # type: ignore[misc]
         self._numbers, self._is_dynamic, self._is_scaled = state["numbers"], state["is_dynamic"], state["is_scaled"]
-
-
-def scale_outputs(outputs: Any, scale: Tensor) -> Any:
-    """Multiply a tensor, or an iterable of them (nested too), as ``torch.amp.GradScaler.scale`` does.
-
-    Raises:
-        ValueError: for anything else.
-    """
-    if isinstance(outputs, Tensor):
-        return outputs * scale.to(outputs.device, non_blocking=True)
-    if isinstance(outputs, Iterable):
-        scaled = [scale_outputs(output, scale) for output in outputs]
-        if hasattr(outputs, "_fields"):
-            return type(outputs)(*scaled)
-        return type(outputs)(scaled) if isinstance(outputs, (list, tuple)) else scaled
-    raise ValueError(f"outputs must be a tensor or an iterable of tensors, got {type(outputs).__name__}")
 
 
 def _validated(settings: Mapping[str, Any]) -> list[float]:
@@ -277,6 +265,5 @@ def _validated(settings: Mapping[str, Any]) -> list[float]:
     }
     for key, holds in checks.items():
         if not holds:
-            name = key if key in settings and key != "scale" else "scale"
-            raise ValueError(f"{name} must be {expected.get(key, 'an integer of at least 0')}, got {settings[key]!r}")
+            raise ValueError(f"{key} must be {expected.get(key, 'an integer of at least 0')}, got {settings[key]!r}")
     return numbers

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from itertools import chain
 from typing import Any, ClassVar
 
@@ -12,6 +12,7 @@ from torch import Tensor
 from torch._compile import _disable_dynamo
 from torch.optim.optimizer import ParamsT
 
+from . import checkpoint
 from .backends import (
     CONSECUTIVE_SKIPS,
     FOUND_INF,
@@ -25,8 +26,9 @@ from .backends import (
     check_backend,
     choose_backend,
 )
-from .loss_scale import LossScale, scale_outputs
+from .loss_scale import LossScale
 from .plan import Plan, prepare_state
+from .scaling import as_scalar, make_loss_scale, scale_outputs, unscale_grads
 
 
 class FusedOptimizer(torch.optim.Optimizer):
@@ -65,21 +67,19 @@ class FusedOptimizer(torch.optim.Optimizer):
         backend: str,
     ) -> None:
         check_backend(backend)
-        self._loss_scale, self._is_armed = _make_loss_scale(loss_scale)
+        self._loss_scale, self._is_armed = make_loss_scale(loss_scale)
         if self._loss_scale is not None and not skip_nonfinite and self._is_armed:
             raise ValueError(
                 f"skip_nonfinite=False needs loss_scale=None, got {loss_scale!r}: a scale backs off by skipping"
             )
         if skip_norm is not None and not skip_norm >= 0:
             raise ValueError(f"skip_norm must be at least 0, got {skip_norm!r}")
-        if not skip_nonfinite:
-            self._loss_scale = None
         self._skip_nonfinite = bool(skip_nonfinite)
         self._skip_norm = math.inf if skip_norm is None else float(skip_norm)
         self._backend_name = backend
         self._outcome: Tensor | None = None
-        self._start()
         super().__init__(params, {**defaults, "max_norm": max_norm, "loss_scale": self._scale_numbers()})
+        self._start()
 
     def _start(self) -> None:
         """Set up what is neither copied nor pickled."""
@@ -88,6 +88,7 @@ class FusedOptimizer(torch.optim.Optimizer):
         self._outer_found_inf: Any = None
         self._has_outer_scaler = False
         self._is_unscaled = False  # by unscale_()
+        self._loading: dict[str, Any] | None = None  # the checkpoint, while it is loaded
         if self._loss_scale is not None:
             self._loss_scale._optimizers.add(self)
 
@@ -103,11 +104,13 @@ class FusedOptimizer(torch.optim.Optimizer):
 
     def _check_group(self, group: Mapping[str, Any]) -> None:
         """Raise ValueError for an option out of its range."""
-        if isinstance(group["lr"], Tensor) and group["lr"].numel() != 1:
-            raise ValueError(f"a tensor lr must have one element, got shape {tuple(group['lr'].shape)}")
-        check_at_least_0("lr", group["lr"])
-        if group["max_norm"] is not None:
-            check_at_least_0("max_norm", group["max_norm"])
+        lr = group["lr"]
+        if isinstance(lr, Tensor) and (lr.numel() != 1 or lr.dtype not in (torch.float32, torch.float64)):
+            raise ValueError(
+                f"a tensor lr must have one element, float32 or float64, got shape {tuple(lr.shape)}, {lr.dtype}"
+            )
+        check_at_least_0("lr", lr)
+        check_max_norm(group["max_norm"])
 
     def _import_state(self, state: dict[str, Any]) -> None:
         """Complete one parameter's state as loaded from a checkpoint, in place."""
@@ -117,21 +120,29 @@ class FusedOptimizer(torch.optim.Optimizer):
     def scale(self, outputs: Any) -> Any:
         """Multiply a loss by the loss scale; what ``torch.amp.GradScaler.scale`` takes is taken.
 
-        Arms ``loss_scale="auto"``. Returns ``outputs`` as they are where there is no loss scale.
+        Arms ``loss_scale="auto"``. Returns ``outputs`` as they are with ``loss_scale=None``.
 
         Raises:
-            RuntimeError: under a ``torch.amp.GradScaler``, which scales the loss itself.
+            RuntimeError: under a ``torch.amp.GradScaler``, which scales the loss itself; while there are gradients
+                that :meth:`unscale_` has unscaled, to which a scaled loss's would be added; with
+                ``skip_nonfinite=False``.
         """
         if self._loss_scale is None:
             return outputs
-        if self._has_outer_scaler:
-            raise RuntimeError("scale() under a GradScaler would scale twice: use the scaler's own scale()")
-        if self._is_unscaled and all(param.grad is None for param in self._params()):
+        self._refuse_outer_scaler("scale()")
+        if not self._skip_nonfinite:
+            raise RuntimeError("scale() with skip_nonfinite=False: a loss scale backs off by skipping steps")
+        if self._is_unscaled:
+            if any(param.grad is not None for param in self._params()):
+                raise RuntimeError("scale() after unscale_(): call step() or zero_grad() of this optimizer first")
             self._clear_unscaled()
-        self._is_armed = True
         scaled = scale_outputs(outputs, self._scale_state()[0].to(torch.float32))
-        self._loss_scale._is_scaled = True
+        self._is_armed = self._loss_scale._is_scaled = True
         return scaled
+
+    def _refuse_outer_scaler(self, what: str) -> None:
+        if self._has_outer_scaler:
+            raise RuntimeError(f"{what} under a GradScaler: the scaler scales and unscales itself, with its own {what}")
 
     def backward(self, loss: Tensor, **kwargs: Any) -> None:
         """Scale the loss and run its backward pass; keywords go to ``Tensor.backward``."""
@@ -143,6 +154,8 @@ class FusedOptimizer(torch.optim.Optimizer):
         ``step()`` then knows, and so do further calls, which do nothing. The check for inf and NaN is made here
         and again in ``step()``.
         """
+        if self._loss_scale is not None:
+            self._refuse_outer_scaler("unscale_()")
         if self._is_unscaled or self._loss_scale is None or not self._is_armed:
             return
         if self._plan.look(self):
@@ -150,6 +163,7 @@ class FusedOptimizer(torch.optim.Optimizer):
             inv_scale = self._scale_state()[0].reciprocal().to(torch.float32)
             unscale_grads(self._params(), inv_scale, found_inf)
             self._outcome_state()[PENDING_INF] += found_inf[0]
+        self._plan.release()
         self._is_unscaled = True
 
     @_disable_dynamo  # raw pointers are nothing to trace; torch.compiler.disable would import the compiler here
@@ -167,23 +181,30 @@ class FusedOptimizer(torch.optim.Optimizer):
         if closure is not None:
             with torch.enable_grad():
                 loss = closure()
-        if not self._plan.look(self):
-            self._do_nothing()
-            return loss
+        try:
+            if self._plan.look(self):
+                self._apply()
+            else:
+                self._do_nothing()
+        finally:
+            self._plan.release()
+        return loss
+
+    def _apply(self) -> None:
+        """The step, from the gradients that the plan has found."""
         device = self._plan.device
         assert device is not None
+        is_new = self._backend is None or self._backend.device != device or self._plan.is_stale
+        if is_new and device.type == "cuda" and torch.cuda.is_current_stream_capturing():
+            raise RuntimeError("a step() that makes state or tables cannot be captured in a CUDA graph: run one before")
         if self._backend is None or self._backend.device != device:
-            if device.type == "cuda" and torch.cuda.is_current_stream_capturing():
-                raise RuntimeError("the first step() cannot be captured in a CUDA graph: run one before")
             self._backend = choose_backend(self._backend_name, device)
         request = self._request(device)
         self._plan.prepare(self)
         self._backend.step(self, self._plan, request)
-        self._plan.grads = []  # zero_grad() shall free them
         self._is_unscaled = False
         if self._loss_scale is not None and request.loss_scale is not None:
             self._loss_scale._end_step(self)
-        return loss
 
     def _scale_in_force(self) -> LossScale | None:
         """The own loss scale, if this step's gradients carry it; raises where it would train wrongly."""
@@ -214,9 +235,8 @@ class FusedOptimizer(torch.optim.Optimizer):
         skip_nonfinite = self._skip_nonfinite or is_outer
         needs_norm = skip_nonfinite or self._skip_norm < math.inf
         for group in self.param_groups:
-            if group["max_norm"] is not None:
-                check_at_least_0("max_norm", group["max_norm"])
-                needs_norm = True
+            check_max_norm(group["max_norm"])
+            needs_norm = needs_norm or group["max_norm"] is not None
         self._has_outer_scaler |= is_outer
         return Request(
             outcome=self._outcome_state(),
@@ -225,8 +245,8 @@ class FusedOptimizer(torch.optim.Optimizer):
             advance=0 if scale is None or not scale._is_dynamic else 2 if scale._is_shared else 1,
             skip_nonfinite=skip_nonfinite,
             skip_norm=self._skip_norm,
-            grad_scale=_scalar(getattr(self, "grad_scale", None), device),
-            found_inf=_scalar(self._outer_found_inf, device),
+            grad_scale=as_scalar(getattr(self, "grad_scale", None), device),
+            found_inf=as_scalar(self._outer_found_inf, device),
             needs_norm=needs_norm,
         )
 
@@ -304,7 +324,11 @@ class FusedOptimizer(torch.optim.Optimizer):
         return chain.from_iterable(group["params"] for group in self.param_groups)
 
     def _device(self) -> torch.device:
-        return next((param.device for param in self._params()), torch.device("cpu"))
+        """Where state lies: with the first parameter that is not frozen."""
+        if self._plan.device is not None:
+            return self._plan.device
+        used = (param for param in self._params() if param.requires_grad or param.grad is not None)
+        return next((param.device for param in chain(used, self._params())), torch.device("cpu"))
 
     def _outcome_state(self) -> Tensor:
         device = self._device()
@@ -348,23 +372,28 @@ class FusedOptimizer(torch.optim.Optimizer):
         Options that it lacks take the constructor's values. State is copied, and stays float32 for parameters of
         lower precision. ``loss_scale="auto"`` is armed if it was when the checkpoint was made.
         """
-        scales = [group.get("loss_scale") for group in state_dict["param_groups"]]
-        numbers = next((numbers for numbers in scales if numbers is not None), None)
-        if numbers is not None and self._loss_scale is not None:
-            LossScale().load_state_dict(numbers)  # raises for a damaged one, before anything has changed
-        super().load_state_dict(state_dict)
-        old = chain.from_iterable(group["params"] for group in state_dict["param_groups"])
-        for group in self.param_groups:
-            for param, number in zip(group["params"], old, strict=False):
-                if number not in state_dict["state"]:
-                    continue
-                saved = state_dict["state"][number]
-                state = {k: v.detach().clone() if isinstance(v, Tensor) else v for k, v in saved.items()}
-                self._import_state(state)
-                self.state[param] = state
-                names = self._state_names(group)
-                if names and state:
-                    prepare_state(state, param, names)
+        # torch's own loading would cast state to the parameters' dtypes. The last of the pre-hooks sees what the
+        # others have made of the checkpoint; `__setstate__` takes state and scale from there.
+        hook = self.register_load_state_dict_pre_hook(lambda _, final: self._before_load(final))
+        try:
+            super().load_state_dict(state_dict)
+        finally:
+            hook.remove()
+            self._loading = None
+
+    def _before_load(self, state_dict: dict[str, Any]) -> None:
+        checkpoint.check(self.param_groups, state_dict)
+        self._loading = state_dict
+
+    def _take_loaded(self, state_dict: dict[str, Any]) -> None:
+        for param, group, saved in checkpoint.states_of(self.param_groups, state_dict):
+            state = {k: v.detach().clone() if isinstance(v, Tensor) else v for k, v in saved.items()}
+            self._import_state(state)
+            self.state[param] = state
+            names = self._state_names(group)
+            if names and state:
+                prepare_state(state, param, names)
+        numbers = checkpoint.loss_scale_of(state_dict)
         if numbers is not None and self._loss_scale is not None:
             self._loss_scale.load_state_dict(numbers)
             self._is_armed = self._is_armed or bool(numbers.get("_is_armed", True))
@@ -380,51 +409,19 @@ class FusedOptimizer(torch.optim.Optimizer):
                 group.setdefault(name, default)
         if "_plan" not in self.__dict__:
             self._start()
+        if self._loading is not None:
+            self._take_loaded(self._loading)
+
+
+def check_max_norm(max_norm: Any) -> None:
+    """Raise unless ``max_norm`` is None or a number of at least 0."""
+    if isinstance(max_norm, Tensor):
+        raise TypeError("max_norm must be a number or None, got a tensor, which the host would have to wait for")
+    if max_norm is not None:
+        check_at_least_0("max_norm", max_norm)
 
 
 def check_at_least_0(name: str, value: Any) -> None:
     """Raise ValueError unless ``value >= 0``; NaN is not."""
     if not value >= 0:
         raise ValueError(f"{name} must be at least 0, got {value!r}")
-
-
-def unscale_grads(params: Iterable[Tensor], inv_scale: Tensor, found_inf: Tensor) -> None:
-    """Multiply the gradients by ``inv_scale`` in place, and set ``found_inf`` to 1 if one is inf or NaN.
-
-    Args:
-        params: tensors whose ``grad`` is meant, where there is one.
-        inv_scale: 0-dim float32.
-        found_inf: ``[1]`` float32.
-    """
-    by_dtype: dict[torch.dtype, list[Tensor]] = {}
-    for param in params:
-        if param.grad is None:
-            continue
-        if 0 in param.grad.stride():  # an expanded gradient: its elements share memory
-            param.grad = param.grad.clone(memory_format=torch.contiguous_format)
-        grad = torch.view_as_real(param.grad) if param.is_complex() else param.grad
-        by_dtype.setdefault(grad.dtype, []).append(grad.detach())
-    for grads in by_dtype.values():
-        torch._amp_foreach_non_finite_check_and_unscale_(grads, found_inf, inv_scale)
-
-
-def _make_loss_scale(loss_scale: str | float | LossScale | None) -> tuple[LossScale | None, bool]:
-    """The scale, and whether it is armed from the start."""
-    if loss_scale is None:
-        return None, False
-    if isinstance(loss_scale, LossScale):
-        return loss_scale, True
-    if isinstance(loss_scale, str):
-        if loss_scale not in ("auto", "dynamic"):
-            raise ValueError(f"loss_scale must be 'auto', 'dynamic', a number, a LossScale or None, got {loss_scale!r}")
-        return LossScale(), loss_scale == "dynamic"
-    if isinstance(loss_scale, (int, float)) and not isinstance(loss_scale, bool):
-        return LossScale.static(loss_scale), True
-    raise ValueError(f"loss_scale must be 'auto', 'dynamic', a number, a LossScale or None, got {loss_scale!r}")
-
-
-def _scalar(value: Any, device: torch.device) -> Tensor | None:
-    """A scaler's number as 0-dim float32 on the device; None for None and for the int 0 that stands for no flag."""
-    if isinstance(value, Tensor):
-        return value.detach().to(device=device, dtype=torch.float32).reshape(())
-    return torch.full((), float(value), dtype=torch.float32, device=device) if value else None

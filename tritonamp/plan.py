@@ -6,13 +6,15 @@ Each step therefore compares cheaply what it finds with what it found before, an
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Sequence
 from itertools import compress
-from operator import attrgetter
+from operator import attrgetter, is_
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 from torch import Tensor
+from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 if TYPE_CHECKING:
     from .optimizer import FusedOptimizer
@@ -77,40 +79,55 @@ def layout_of(param: Tensor, grad_strides: Strides) -> Layout | None:
 
 
 class Entry(NamedTuple):
-    """One parameter of the plan; ``step`` and ``state`` (``n_states`` tensors) are missing until its first gradient."""
+    """One parameter of the plan.
+
+    Attributes:
+        param, group: the parameter and the number of its group.
+        grad_dtype, grad_strides: of its last gradient; expected ones before the first.
+        n_states: how many state tensors its rule has, besides the step counter.
+        at: where its step counter stands in the plan's ``state``, the state tensors following; -1 before its
+            first gradient, and where its rule has no state.
+    """
 
     param: Tensor
     group: int
     grad_dtype: torch.dtype
     grad_strides: Strides
     n_states: int
-    step: Tensor | None
-    state: tuple[Tensor, ...]
+    at: int
 
 
 class Plan:
     """The tensors of one optimizer.
 
+    Gradients and state are held during a step only, so that others may free or offload them in between.
+
     Attributes:
-        entries: one for each parameter, in the order of the groups.
-        grads: their gradients as of the last :meth:`look`; None where there is nothing to do.
+        entries: one for each parameter that can have a gradient, in the order of the groups.
+        grads: their gradients; None where there is nothing to do.
+        state: step counters and state tensors; ``Entry.at`` says whose.
         device: the device of all of them; None without parameters.
-        updated: what a step from these gradients updates: parameters, state and step counters.
         generation: grows whenever anything has changed but the gradients' addresses and presence.
     """
 
     def __init__(self) -> None:
         self.entries: list[Entry] = []
         self.grads: list[Tensor | None] = []
-        self.updated: list[Tensor] = []
+        self.state: list[Tensor] = []
         self.device: torch.device | None = None
         self.generation = 0
         self._ids: list[int] = []
+        self._used: list[bool] = []  # of all parameters of the groups
+        self._grad_facts: list[Any] = []  # of the last gradient that each entry had
         self._found: tuple[Any, ...] | None = None  # None: something has changed since the entries were made
-        self._grad_facts: list[Any] = []  # of the last gradient that each parameter had
-        self._state_of_params: list[tuple[dict[str, Any], tuple[str, ...]]] = []  # and the keys that are used
-        self._is_active: list[bool] = []
+        self._keys: list[tuple[int, tuple[str, ...]]] = []  # place in the optimizer's state, and the keys used there
+        self._state_refs: list[weakref.ref[Tensor]] = []
         self._has_complex = False
+
+    @property
+    def is_stale(self) -> bool:
+        """Whether :meth:`prepare` has anything to make."""
+        return self._found is None
 
     def look(self, optimizer: FusedOptimizer) -> bool:
         """Find the gradients and check them; True if any parameter has one with elements.
@@ -118,24 +135,26 @@ class Plan:
         Raises:
             RuntimeError, TypeError: for a parameter or gradient that cannot be updated. Nothing is changed then.
         """
-        params = [param for group in optimizer.param_groups for param in group["params"]]
-        grads: list[Tensor | None] = [param.grad for param in params]
+        all_params = [param for group in optimizer.param_groups for param in group["params"]]
+        all_grads: list[Tensor | None] = [param.grad for param in all_params]
+        # Frozen parameters may be anything, quantized or elsewhere.
+        used = [grad is not None or param.requires_grad for param, grad in zip(all_params, all_grads, strict=True)]
+        params, grads = list(compress(all_params, used)), list(compress(all_grads, used))
         has_grad = [grad is not None for grad in grads]
         try:
             facts = _facts([grad for grad in grads if grad is not None])
         except (RuntimeError, NotImplementedError):  # sparse gradients have no strides
-            _check(params, grads)
+            _check(all_params, all_grads, used)
             raise
         ids = list(map(id, params))
-        if ids != self._ids:
-            self._grad_facts = [None] * len(params)
-        is_known = self._found is not None and facts == list(compress(self._grad_facts, has_grad))
+        old = self._grad_facts if ids == self._ids else [None] * len(params)
+        is_known = self._found is not None and facts == list(compress(old, has_grad))
         if not is_known or self._find(optimizer, params) != self._found:
-            _check(params, grads)
+            _check(all_params, all_grads, used)
             self._found = None
             new = iter(facts)
-            self._grad_facts = [next(new) if has else old for has, old in zip(has_grad, self._grad_facts, strict=True)]
-        self._ids = ids
+            self._grad_facts = [next(new) if has else known for has, known in zip(has_grad, old, strict=True)]
+            self._ids, self._used = ids, used
         self.device = params[0].device if params else None
         self.grads = [grad if grad is not None and grad.numel() else None for grad in grads]
         return any(grad is not None for grad in self.grads)
@@ -146,61 +165,74 @@ class Plan:
             self._rebuild(optimizer)
             self._found = self._find(optimizer, [entry.param for entry in self.entries])
         self._resolve()
-        is_active = [g is not None for g in self.grads]
-        if is_active != self._is_active:
-            self.updated = []
-            for entry in compress(self.entries, is_active):
-                self.updated += [entry.param, *entry.state]
-                if entry.step is not None:
-                    self.updated.append(entry.step)
-            self._is_active = is_active
+
+    def release(self) -> None:
+        """Let go of gradients and state."""
+        self.grads, self.state = [], []
+
+    def state_of(self, entry: Entry) -> tuple[Tensor | None, list[Tensor]]:
+        """Step counter and state tensors of an entry; during a step only."""
+        if entry.at < 0:
+            return None, []
+        return self.state[entry.at], self.state[entry.at + 1 : entry.at + 1 + entry.n_states]
+
+    def updated(self) -> list[Tensor]:
+        """What a step from the present gradients updates: parameters, step counters, state tensors."""
+        if all(grad is not None for grad in self.grads):
+            return [*(entry.param for entry in self.entries), *self.state]
+        tensors: list[Tensor] = []
+        for entry, grad in zip(self.entries, self.grads, strict=True):
+            if grad is not None:
+                tensors.append(entry.param)
+                tensors += self.state[entry.at : entry.at + 1 + entry.n_states] if entry.at >= 0 else ()
+        return tensors
 
     def _find(self, optimizer: FusedOptimizer, params: list[Tensor]) -> tuple[Any, ...] | None:
-        """Everything a launch depends on, besides the gradients, in a form that compares fast."""
-        of_params = self._state_of_params
-        if len(of_params) != len(params):
+        """Everything a launch depends on, besides the gradients, in a form that compares fast; sets ``state``."""
+        if len(self.entries) != len(params):
             return None
+        of_params = list(optimizer.state.values())
         try:
-            state = [of_param[key] for of_param, keys in of_params for key in keys]
+            state = [of_params[place][key] for place, keys in self._keys for key in keys]
             addresses = list(map(Tensor.data_ptr, state))
-        except (KeyError, TypeError):
+        except (IndexError, KeyError, TypeError):
             return None
-        return (
-            _facts(params),
-            list(map(Tensor.data_ptr, params)),
-            list(map(id, optimizer.state.values())),
-            list(map(id, state)),
-            addresses,
-            [(len(group["params"]), optimizer._state_names(group)) for group in optimizer.param_groups],
-        )
+        if len(state) != len(self._state_refs):
+            self._state_refs = list(map(weakref.ref, state))
+        elif not all(map(is_, [ref() for ref in self._state_refs], state)):
+            return None
+        self.state = state
+        options = [(len(group["params"]), optimizer._state_names(group)) for group in optimizer.param_groups]
+        places = list(map(id, optimizer.state))
+        return _facts(params), list(map(Tensor.data_ptr, params)), places, addresses, options
 
     def _rebuild(self, optimizer: FusedOptimizer) -> None:
-        entries: list[Entry] = []
-        self._state_of_params = []
-        for number, group in enumerate(optimizer.param_groups):
-            names = optimizer._state_names(group)
-            for param in group["params"]:
-                at = len(entries)
-                step: Tensor | None = None
-                state: list[Tensor] = []
-                if names and (self.grads[at] is not None or optimizer.state.get(param)):
-                    step, *state = prepare_state(optimizer.state[param], param, names)
-                of_param = ({}, ()) if step is None else (optimizer.state[param], ("step", *names))
-                self._state_of_params.append(of_param)
-                dtype, strides = getattr(param, "grad_dtype", None) or param.dtype, param.stride()
-                if self._grad_facts[at] is not None:
-                    dtype, _, _, strides = self._grad_facts[at]
-                entries.append(Entry(param, number, dtype, strides, len(names), step, tuple(state)))
-        self.entries = entries
-        self._has_complex = any(entry.param.is_complex() for entry in entries)
-        self._is_active, self.updated = [], []
+        self.entries, self._keys, self._state_refs = [], [], []
+        numbered = [(n, param) for n, group in enumerate(optimizer.param_groups) for param in group["params"]]
+        names = [optimizer._state_names(group) for group in optimizer.param_groups]
+        at = 0
+        for number, param in compress(numbered, self._used):
+            index, keys = len(self.entries), names[number]
+            has_state = bool(keys) and (self.grads[index] is not None or bool(optimizer.state.get(param)))
+            if has_state:
+                prepare_state(optimizer.state[param], param, keys)
+            dtype, strides = getattr(param, "grad_dtype", None) or param.dtype, param.stride()
+            if self._grad_facts[index] is not None:
+                dtype, _, _, strides = self._grad_facts[index]
+            self.entries.append(Entry(param, number, dtype, strides, len(keys), at if has_state else -1))
+            at += (1 + len(keys)) * has_state
+        places = {id(param): place for place, param in enumerate(optimizer.state)}
+        for entry in self.entries:
+            if entry.at >= 0:
+                self._keys.append((places[id(entry.param)], ("step", *names[entry.group])))
+        self._has_complex = any(entry.param.is_complex() for entry in self.entries)
         self.generation += 1
 
     def _resolve(self) -> None:
         """Carry out a conjugation or negation that torch has put off: the kernels read memory as it is."""
-        present = [g for g in self.grads if g is not None]
+        present = [grad for grad in self.grads if grad is not None]
         if any(map(Tensor.is_neg, present)) or (self._has_complex and any(map(Tensor.is_conj, present))):
-            self.grads = [None if g is None else g.resolve_conj().resolve_neg() for g in self.grads]
+            self.grads = [None if grad is None else grad.resolve_conj().resolve_neg() for grad in self.grads]
 
 
 _dtype = attrgetter("dtype")
@@ -212,8 +244,8 @@ def _facts(tensors: Sequence[Tensor]) -> list[tuple[Any, ...]]:
     return list(zip(map(_dtype, tensors), *(map(fact, tensors) for fact in of_each), strict=True))
 
 
-def prepare_state(state: dict[str, Any], param: Tensor, names: Sequence[str]) -> list[Tensor]:
-    """Step counter and state tensors in the form the kernels take: made if missing, converted if need be."""
+def prepare_state(state: dict[str, Any], param: Tensor, names: Sequence[str]) -> None:
+    """Bring step counter and state tensors into the form the kernels take: made if missing, converted if need be."""
     step = state.get("step")
     if not isinstance(step, Tensor):
         step = torch.full((), float(step or 0), dtype=torch.float32, device=param.device)
@@ -228,28 +260,38 @@ def prepare_state(state: dict[str, Any], param: Tensor, names: Sequence[str]) ->
             raise RuntimeError(f"state {name!r} has shape {tuple(tensor.shape)}, its parameter {tuple(param.shape)}")
         if tensor.dtype != dtype or tensor.device != param.device or tensor.stride() != strides:
             state[name] = torch.empty_strided(param.shape, strides, dtype=dtype, device=param.device).copy_(tensor)
-    return [state["step"], *(state[name] for name in names)]
 
 
-def _check(params: Sequence[Tensor], grads: Sequence[Tensor | None]) -> None:
-    """Raise for the first parameter or gradient that cannot be updated."""
+def _check(params: Sequence[Tensor], grads: Sequence[Tensor | None], used: Sequence[bool]) -> None:
+    """Raise for the first parameter or gradient that is used and cannot be updated."""
+    device = next((param.device for param in compress(params, used)), None)
     for i, (param, grad) in enumerate(zip(params, grads, strict=True)):
-        which = f"parameter {i} (shape {tuple(param.shape)}, {param.dtype}, {param.device})"
-        if param.dtype not in _DTYPES or param.layout != torch.strided:
-            raise TypeError(f"{which} cannot be optimized: dense tensors of {', '.join(map(str, _DTYPES))} can")
-        if param.device != params[0].device:
-            raise RuntimeError(
-                f"{which} lies on another device than parameter 0 ({params[0].device}): use one optimizer per device"
-            )
-        if any(size > 1 and stride == 0 for size, stride in zip(param.shape, param.stride(), strict=True)):
-            raise RuntimeError(f"{which} is an expanded tensor, whose elements share memory: optimize its base")
-        if grad is None:
-            continue
-        if grad.layout != torch.strided:
-            raise RuntimeError(f"{which} has a sparse gradient ({grad.layout}): only dense ones can be fused")
-        if grad.device != param.device:
-            raise RuntimeError(f"{which} has a gradient on {grad.device}")
-        if grad.shape != param.shape:
-            raise RuntimeError(f"{which} has a gradient of shape {tuple(grad.shape)}")
-        if grad.dtype not in _DTYPES or grad.is_complex() != param.is_complex():
-            raise RuntimeError(f"{which} has a gradient of {grad.dtype}")
+        if used[i]:
+            which = f"parameter {i} (shape {tuple(param.shape)}, {param.dtype}, {param.device})"
+            _check_param(which, param, device)
+            if grad is not None:
+                _check_grad(which, param, grad)
+
+
+def _check_param(which: str, param: Tensor, device: torch.device | None) -> None:
+    if is_traceable_wrapper_subclass(param):
+        raise TypeError(f"{which} is a {type(param).__name__}: only plain tensors can be fused")
+    if param.dtype not in _DTYPES or param.layout != torch.strided:
+        raise TypeError(f"{which} cannot be optimized: dense tensors of {', '.join(map(str, _DTYPES))} can")
+    if param.device != device:
+        raise RuntimeError(f"{which} lies on another device than the first ({device}): use one optimizer per device")
+    if any(size > 1 and stride == 0 for size, stride in zip(param.shape, param.stride(), strict=True)):
+        raise RuntimeError(f"{which} is an expanded tensor, whose elements share memory: optimize its base")
+
+
+def _check_grad(which: str, param: Tensor, grad: Tensor) -> None:
+    if is_traceable_wrapper_subclass(grad):
+        raise TypeError(f"{which} has a gradient that is a {type(grad).__name__}: only plain tensors can be fused")
+    if grad.layout != torch.strided:
+        raise RuntimeError(f"{which} has a sparse gradient ({grad.layout}): only dense ones can be fused")
+    if grad.device != param.device:
+        raise RuntimeError(f"{which} has a gradient on {grad.device}")
+    if grad.shape != param.shape:
+        raise RuntimeError(f"{which} has a gradient of shape {tuple(grad.shape)}")
+    if grad.dtype not in _DTYPES or grad.is_complex() != param.is_complex():
+        raise RuntimeError(f"{which} has a gradient of {grad.dtype}")

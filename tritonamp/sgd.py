@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any, ClassVar
 
+import torch
 from torch import Tensor
 from torch.optim.optimizer import ParamsT
 
@@ -91,10 +92,13 @@ class SGD(FusedOptimizer):
     def state_dict(self) -> dict[str, Any]:
         """As torch's: a momentum buffer per parameter, once an applied step has seeded it. Waits for the device."""
         state_dict = super().state_dict()
-        state: dict[Any, Any] = {}
-        for number, of_param in state_dict["state"].items():
-            of_param = dict(of_param)
-            step = of_param.pop("step", None)  # ours alone: which buffers are seeded is known on the device only
-            if step is None or float(step) > 0:
-                state[number] = of_param
+        # The count of steps is ours alone: which buffers are seeded is known on the device only.
+        steps = {number: state["step"] for number, state in state_dict["state"].items() if "step" in state}
+        counts = torch.stack(list(steps.values())).tolist() if steps else []
+        unseeded = {number for number, count in zip(steps, counts, strict=True) if count == 0}
+        state = {
+            number: {key: value for key, value in of_param.items() if key != "step"}
+            for number, of_param in state_dict["state"].items()
+            if number not in unseeded
+        }
         return {**state_dict, "state": state}

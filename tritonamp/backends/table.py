@@ -12,7 +12,7 @@ from torch import Tensor
 
 from tritonamp.kernels import table as kernel_table
 
-from ..plan import Entry, compute_dtype, layout_of, real_dtype
+from ..plan import Entry, Plan, compute_dtype, layout_of, real_dtype
 
 if TYPE_CHECKING:
     from ..optimizer import FusedOptimizer
@@ -68,7 +68,8 @@ class Table:
         n_chunks: the number of chunks.
     """
 
-    def __init__(self, entries: Sequence[Entry], variants: Sequence[Variant], n_groups: int) -> None:
+    def __init__(self, plan: Plan, variants: Sequence[Variant], n_groups: int) -> None:
+        entries = plan.entries
         numels = np.array([_real_numel(entry.param) for entry in entries], np.int64)
         size = chunk_size(int(numels.sum()))
         chunks = -(-numels // size)
@@ -88,8 +89,9 @@ class Table:
             kind = kinds.index((variant.grad, variant.compute))
             row[_AT.PARAM], row[_AT.NUMEL] = entry.param.data_ptr(), numel
             row[_AT.KIND] = variants.index(variant) | kind << 16 | entry.group << 32
-            row[_AT.STEP] = 0 if entry.step is None else entry.step.data_ptr()
-            row[_AT.STATE : _AT.STATE + len(entry.state)] = [state.data_ptr() for state in entry.state]
+            step, states = plan.state_of(entry)
+            row[_AT.STEP] = 0 if step is None else step.data_ptr()
+            row[_AT.STATE : _AT.STATE + len(states)] = [state.data_ptr() for state in states]
             layout = layout_of(entry.param, entry.grad_strides)
             row[_AT.LAYOUT] = _AT.FLAT if layout is None else at_chunks + self.n_chunks + len(layouts)
             if layout is not None:

@@ -16,7 +16,7 @@ from torch import Tensor
 
 from ..loss_scale import FOUND_INF as RECORDED_INF
 from ..loss_scale import SCALE, advance
-from ..plan import Entry, Plan, compute_dtype, layout_of
+from ..plan import Entry, Plan, compute_dtype, layout_of, real_dtype
 from . import CONSECUTIVE_SKIPS, FOUND_INF, GRAD_NORM, PENDING_INF, SKIPPED, SKIPPED_STEPS, Request
 
 if TYPE_CHECKING:
@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 _BLOCK = 1 << 18  # elements summed at a time in float64
 _FLOAT32_LIMIT = 2.0**128 - 2.0**103  # what is not below it rounds to inf
 
-Item = tuple[Entry, Tensor]  # a parameter and its gradient
+Item = tuple[Entry, Tensor, Tensor | None, list[Tensor]]  # a parameter, its gradient, step counter and state
 
 
 class TorchBackend:
@@ -48,14 +48,21 @@ class TorchBackend:
 
         norm, found_inf, skip = math.nan, False, False
         if request.needs_norm:
-            norm = global_norm([grad for grad in plan.grads if grad is not None], inv_scale)
+            norm = global_norm(
+                [
+                    _narrowed(grad, compute_dtype(entry.param))
+                    for entry, grad in zip(plan.entries, plan.grads, strict=True)
+                    if grad is not None
+                ],
+                inv_scale,
+            )
             found_inf = not norm < math.inf or outcome[PENDING_INF] != 0
             if request.found_inf is not None:
                 found_inf = found_inf or request.found_inf.item() != 0
             skip = (found_inf and request.skip_nonfinite) or norm > request.skip_norm
         if not skip:
             self._update(optimizer, plan, [inv_scale * _clip(group["max_norm"], norm) for group in groups])
-            torch.autograd.graph.increment_version(plan.updated)  # torch's fused kernels do not
+            torch.autograd.graph.increment_version(plan.updated())  # torch's fused kernels do not
 
         outcome[GRAD_NORM], outcome[FOUND_INF], outcome[SKIPPED], outcome[PENDING_INF] = norm, found_inf, skip, 0.0
         outcome[SKIPPED_STEPS] += skip
@@ -85,15 +92,17 @@ class TorchBackend:
         for entry, grad, is_fused in zip(plan.entries, plan.grads, self._is_fused, strict=True):
             if grad is None:
                 continue
-            if is_fused and _is_divisor(factors[entry.group]):
-                fused.setdefault((entry.group, entry.param.dtype), []).append((entry, grad))
+            item = (entry, grad, *plan.state_of(entry))
+            if is_fused and _is_divisor(factors[entry.group], entry.param.dtype):
+                fused.setdefault((entry.group, entry.param.dtype), []).append(item)
             else:
-                plain.append((entry, grad))
+                plain.append(item)
         run_fused, run_plain = _RULES[optimizer._rule]
         for (number, _), items in fused.items():
             run_fused(optimizer.param_groups[number], items, factors[number])
-        for entry, grad in plain:
-            _run_plain(run_plain, optimizer.param_groups[entry.group], entry, grad, factors[entry.group])
+        for item in plain:
+            group = item[0].group
+            _run_plain(run_plain, optimizer.param_groups[group], item, factors[group])
 
     def _can_fuse(self, entry: Entry) -> bool:
         """Whether torch's fused kernels, which walk flat memory of one dtype, take it."""
@@ -158,21 +167,27 @@ def _as_real(tensor: Tensor) -> Tensor:
     return torch.view_as_real(tensor) if tensor.is_complex() else tensor
 
 
-def _is_divisor(factor: float) -> bool:
-    """Whether the fused kernels can divide by the factor's reciprocal, in float32."""
-    return 2.0**-126 <= factor <= 2.0**126 or factor == 0
+def _narrowed(grad: Tensor, dtype: torch.dtype) -> Tensor:
+    """A float64 gradient of a parameter that is computed in float32, as the update will read it."""
+    is_wider = dtype == torch.float32 and real_dtype(grad.dtype) == torch.float64
+    return _as_real(grad).to(dtype) if is_wider else grad
+
+
+def _is_divisor(factor: float, dtype: torch.dtype) -> bool:
+    """Whether the fused kernels can divide by the factor's reciprocal, which they take in float32."""
+    return factor == 1 or (dtype == torch.float32 and (factor == 0 or 2.0**-126 <= factor <= 2.0**126))
 
 
 def _run_plain(
     update: Callable[[dict[str, Any], Tensor, Tensor, Sequence[Tensor], float], None],
     group: dict[str, Any],
-    entry: Entry,
-    grad: Tensor,
+    item: Item,
     factor: float,
 ) -> None:
     """One parameter, in its compute dtype. The gradient is left unscaled and clipped, as torch's recipe leaves it."""
+    entry, grad, counter, states = item
     dtype = compute_dtype(entry.param)
-    param, states = _as_real(entry.param), [_as_real(state) for state in entry.state]
+    param = _as_real(entry.param)
     g = _as_real(grad).to(dtype)
     if factor != 1:
         # Two factors: one may be subnormal in float32, or beyond it.
@@ -181,11 +196,9 @@ def _run_plain(
         if 0 in grad.stride():  # expanded: its elements share memory
             entry.param.grad = grad = grad.clone(memory_format=torch.contiguous_format)
         _as_real(grad).copy_(g)
-    step = 1.0
-    if entry.step is not None:
-        step = float(entry.step.add_(1))
+    step = 1.0 if counter is None else float(counter.add_(1))
     p = param.to(dtype)
-    update(group, p, -g if group["maximize"] else g, states, step)
+    update(group, p, -g if group["maximize"] else g, list(map(_as_real, states)), step)
     if p is not param:
         param.copy_(p)
 
@@ -198,8 +211,8 @@ def _divisor(factor: float, device: torch.device) -> Tensor | None:
 
 def _columns(items: Sequence[Item], factor: float) -> tuple[list[Tensor], list[Tensor], list[Tensor], Tensor | None]:
     """Params, grads, step counters (advanced), and what the gradients are to be divided by."""
-    params, grads = [entry.param for entry, _ in items], [grad for _, grad in items]
-    steps = [entry.step for entry, _ in items if entry.step is not None]
+    params, grads = [item[0].param for item in items], [item[1] for item in items]
+    steps = [item[2] for item in items if item[2] is not None]
     if steps:
         torch._foreach_add_(steps, 1.0)
     return params, grads, steps, _divisor(factor, params[0].device)
@@ -209,15 +222,15 @@ def _sgd_fused(group: dict[str, Any], items: Sequence[Item], factor: float) -> N
     # A buffer starts at zero, so that without dampening a first step is like any other.
     parts = [(items, False)]
     if group["momentum"] != 0 and group["dampening"] != 0:
-        first = [item for item in items if item[0].step is not None and item[0].step == 0]
-        later = [item for item in items if item[0].step is None or item[0].step != 0]
+        first = [item for item in items if item[2] is not None and item[2] == 0]
+        later = [item for item in items if item[2] is None or item[2] != 0]
         parts = [(part, part is first) for part in (first, later) if part]
     for part, is_first in parts:
         params, grads, _, divisor = _columns(part, factor)
         torch._fused_sgd_(
             params,
             grads,
-            [entry.state[0] for entry, _ in part] if group["momentum"] != 0 else [],
+            [states[0] for *_, states in part] if group["momentum"] != 0 else [],
             weight_decay=group["weight_decay"],
             momentum=group["momentum"],
             lr=float(group["lr"]),
@@ -246,9 +259,9 @@ def _adam_fused(group: dict[str, Any], items: Sequence[Item], factor: float) -> 
     fused(
         params,
         grads,
-        [entry.state[0] for entry, _ in items],
-        [entry.state[1] for entry, _ in items],
-        [entry.state[2] for entry, _ in items] if group["amsgrad"] else [],
+        [states[0] for *_, states in items],
+        [states[1] for *_, states in items],
+        [states[2] for *_, states in items] if group["amsgrad"] else [],
         steps,
         lr=float(group["lr"]),
         beta1=group["betas"][0],

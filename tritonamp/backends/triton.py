@@ -17,6 +17,7 @@ from tritonamp.kernels.scale import update_scale_kernel
 from tritonamp.kernels.step import apply_kernel, statistics_kernel, step_kernel
 
 from .table import Table, Variant, grad_kinds, variant_of
+from .workspace import Workspace
 
 if TYPE_CHECKING:
     from ..optimizer import FusedOptimizer
@@ -37,9 +38,6 @@ _DTYPES = {
 class TritonBackend:
     """Launches the kernels for one optimizer on one device.
 
-    What a launch works in (table, partials, counters) belongs to this object. An exception out of a launch drops
-    it: a barrier's counters are worthless after an aborted one.
-
     Raises:
         RuntimeError: where kernels cannot run on such tensors.
     """
@@ -49,26 +47,24 @@ class TritonBackend:
         self._is_interpreted = not isinstance(step_kernel, JITFunction)
         _check_device(device, self._is_interpreted)
         self._variants: tuple[Variant, ...] = ()
-        self._resident: dict[Any, int] = {}  # programs per multiprocessor, by what a kernel is specialised on
-        self._is_split = False  # cooperative launches were refused here
-        self._stream: Any = None
-        self._captured: list[Tensor] = []  # what a CUDA graph reads on every replay
-        self._drop()
-
-    def _drop(self) -> None:
+        self._workspace: Workspace | None = None
+        self._captured: list[Workspace] = []
         self._generation = -1
-        self._table: Table | None = None
+        self._launches: dict[Any, _Launch] = {}
+        self._is_split = False  # cooperative launches were refused here
 
     def step(self, optimizer: FusedOptimizer, plan: Plan, request: Request) -> None:
         """One step; see :class:`~tritonamp.backends.Backend`."""
         with self._on_device():
             try:
-                self._upload(optimizer, plan, request)
-                self._launch_step(optimizer, request)
+                workspace = self._bring_up_to_date(optimizer, plan, request)
+                self._launch_step(workspace, optimizer._rule, request)
+                workspace.launched()
             except BaseException:
+                # A barrier's counters are worthless after an aborted launch.
                 self._drop()
                 raise
-        written = [*plan.updated, request.outcome]
+        written = [*plan.updated(), request.outcome]
         if request.loss_scale is not None:
             written.append(request.loss_scale)
         torch.autograd.graph.increment_version(written)  # as in-place operations do
@@ -82,99 +78,75 @@ class TritonBackend:
     def _on_device(self) -> contextlib.AbstractContextManager[Any]:
         return torch.cuda.device(self.device) if self.device.type == "cuda" else contextlib.nullcontext()
 
-    # The device table.
+    def _drop(self) -> None:
+        if self._workspace is not None and self._workspace.is_captured:
+            self._captured.append(self._workspace)
+        self._workspace = None
 
-    def _upload(self, optimizer: FusedOptimizer, plan: Plan, request: Request) -> None:
-        """Bring the device table up to date: at most one copy."""
-        capturing = False
-        if self.device.type == "cuda":
-            stream = torch.cuda.current_stream()
-            if self._stream is not None and stream != self._stream:
-                stream.wait_stream(self._stream)
-            self._stream = stream
-            capturing = torch.cuda.is_current_stream_capturing()
-        is_new = self._table is None or self._generation != plan.generation
-        if is_new:
-            self._build(optimizer, plan)
-        assert self._table is not None
-        has_changed = self._table.fill(optimizer, plan.grads, request)
-        if is_new or capturing:
-            self._copy(self._words, self._host_words, capturing)
-        elif has_changed:
-            self._copy(self._changing, self._host_changing, capturing)
+    def _bring_up_to_date(self, optimizer: FusedOptimizer, plan: Plan, request: Request) -> Workspace:
+        if self._workspace is None or self._generation != plan.generation:
+            variants = {variant_of(entry) for entry in plan.entries} | set(self._variants)
+            self._variants = tuple(sorted(variants, key=str))
+            self._drop()
+            self._workspace = Workspace(Table(plan, self._variants, len(optimizer.param_groups)), self.device)
+            self._generation = plan.generation
+            self._launches = {}
+        self._workspace.upload(optimizer, plan, request)
+        return self._workspace
 
-    def _build(self, optimizer: FusedOptimizer, plan: Plan) -> None:
-        variants = {variant_of(entry) for entry in plan.entries}
-        self._variants = tuple(sorted(variants | set(self._variants), key=str))
-        self._table = Table(plan.entries, self._variants, len(optimizer.param_groups))
-        self._host_words = torch.from_numpy(self._table.words)
-        self._host_changing = self._host_words[: self._table.changing]
-        self._words = torch.empty_like(self._host_words, device=self.device)
-        self._changing = self._words[: self._table.changing]
-        self._partials = torch.empty(self._table.n_chunks, dtype=torch.float64, device=self.device)
-        self._counters = torch.zeros(2, dtype=torch.int32, device=self.device)
-        self._constants = {
-            "VARIANTS": tuple(
-                (*(_DTYPES[dtype] for dtype in variant[:3]), variant.states) for variant in self._variants
-            ),
-            "GRADS": tuple((_DTYPES[grad], _DTYPES[compute]) for grad, compute in grad_kinds(self._variants)),
-        }
-        self._generation = plan.generation
-
-    def _copy(self, target: Tensor, source: Tensor, capturing: bool) -> None:
-        """Upload from the table in host memory.
-
-        The host runs ahead of the device: every upload to a GPU takes a pinned block of its own, which the
-        allocator does not hand out again before the copy has run.
-        """
-        if self.device.type == "cuda":
-            source = source.pin_memory()
-        target.copy_(source, non_blocking=True)
-        if capturing:
-            self._captured += [source, self._words, self._partials, self._counters]
-
-    # Launches.
-
-    def _launch_step(self, optimizer: FusedOptimizer, request: Request) -> None:
+    def _launch_step(self, workspace: Workspace, rule: str, request: Request) -> None:
         state = request.outcome if request.loss_scale is None else request.loss_scale
-        work = (self._words, self._partials, self._counters, request.outcome, state)
-        rule = getattr(rules, optimizer._rule)
-        variants, grads = self._constants["VARIANTS"], self._constants["GRADS"]
+        work = (workspace.words, workspace.partials, workspace.counters, request.outcome, state)
+        n_chunks = workspace.table.n_chunks
+        update = {"RULE": getattr(rules, rule), "VARIANTS": tuple(map(_as_triton, self._variants))}
+        grads = {"GRADS": tuple(map(_as_triton, grad_kinds(self._variants)))}
         if request.needs_norm and not self._is_split:
+            launch = self._launch_of(step_kernel, {**update, **grads})
             try:
-                self._launch(step_kernel, work, RULE=rule, VARIANTS=variants, GRADS=grads)
+                launch(n_chunks, *work)
                 return
-            except RuntimeError as error:
+            except RuntimeError as error:  # refused before anything ran?
                 if "cooperative" not in str(error) and "operation not supported" not in str(error):
                     raise
-                self._is_split = True  # refused before anything ran
+                self._is_split = True
         if request.needs_norm:
-            self._launch(statistics_kernel, (self._words, self._partials, state), GRADS=grads)
-        self._launch(apply_kernel, work, RULE=rule, VARIANTS=variants, DECIDE=request.needs_norm)
+            self._launch_of(statistics_kernel, grads)(n_chunks, workspace.words, workspace.partials, state)
+        self._launch_of(apply_kernel, {**update, "DECIDE": request.needs_norm})(n_chunks, *work)
 
-    def _launch(self, kernel: Any, args: Sequence[Tensor], **constants: Any) -> None:
-        """Launch on as many programs as the device holds at once; on one per multiprocessor before that is known."""
-        assert self._table is not None
-        key = (kernel, *constants.values())
-        programs, options = 1, {}
-        if not self._is_interpreted:
+    def _launch_of(self, kernel: Any, constants: dict[str, Any]) -> _Launch:
+        key = (kernel, constants.get("DECIDE"))
+        if key not in self._launches:
+            self._launches[key] = _Launch(kernel, constants, self._is_interpreted)
+        return self._launches[key]
+
+
+class _Launch:
+    """A kernel with its compile-time arguments, launched on as many programs as the device holds at once."""
+
+    def __init__(self, kernel: Any, constants: dict[str, Any], is_interpreted: bool) -> None:
+        self._kernel = kernel
+        self._options = {**constants, "BLOCK": BLOCK, "num_warps": WARPS, "enable_fp_fusion": False}
+        self._options["launch_cooperative_grid"] = kernel is step_kernel
+        self._programs, self._max_registers = 1, 0
+        if not is_interpreted:
             driver = triton.runtime.driver.active
-            if driver.get_current_target().backend == "cuda":
-                options["maxnreg"] = 128  # left alone, ptxas spills for an occupancy that we do not need
             facts = driver.utils.get_device_properties(driver.get_current_device())
-            programs = facts["multiprocessor_count"] * self._resident.get(key, 1)
-        compiled = kernel[(min(programs, self._table.n_chunks),)](
-            *args,
-            **constants,
-            BLOCK=BLOCK,
-            num_warps=WARPS,
-            enable_fp_fusion=False,
-            launch_cooperative_grid=kernel is step_kernel,
-            **options,
-        )
-        if key not in self._resident and "maxnreg" in options:
-            registers = -(-compiled.n_regs // 8) * 8 * 32 * WARPS
-            self._resident[key] = min(facts["max_num_regs"] // registers, MAX_RESIDENT)
+            self._programs = facts["multiprocessor_count"]  # until the kernel's registers are known
+            if driver.get_current_target().backend == "cuda":
+                self._options["maxnreg"] = 128  # left alone, ptxas spills for an occupancy that we do not need
+                self._max_registers = facts["max_num_regs"]
+
+    def __call__(self, n_chunks: int, *args: Tensor) -> None:
+        compiled = self._kernel[(min(self._programs, n_chunks),)](*args, **self._options)
+        if self._max_registers:
+            per_program = -(-compiled.n_regs // 8) * 8 * 32 * WARPS
+            self._programs *= min(self._max_registers // per_program, MAX_RESIDENT)
+            self._max_registers = 0
+
+
+def _as_triton(kinds: Sequence[Any]) -> tuple[Any, ...]:
+    """Dtypes as Triton's; numbers as they are."""
+    return tuple(_DTYPES.get(kind, kind) for kind in kinds)
 
 
 def _check_device(device: torch.device, is_interpreted: bool) -> None:

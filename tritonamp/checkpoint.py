@@ -1,0 +1,42 @@
+"""Reading a checkpoint: an optimizer's ``state_dict``, ours or torch's."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
+
+from torch import Tensor
+
+from .loss_scale import LossScale
+
+Group = dict[str, Any]
+
+
+def states_of(groups: Sequence[Group], state_dict: Mapping[str, Any]) -> Iterator[tuple[Tensor, Group, dict[str, Any]]]:
+    """Parameters of the live groups, with their group and the state that the checkpoint has for them."""
+    for group, saved in zip(groups, state_dict["param_groups"], strict=False):
+        for param, number in zip(group["params"], saved["params"], strict=False):
+            if number in state_dict["state"]:
+                yield param, group, state_dict["state"][number]
+
+
+def loss_scale_of(state_dict: Mapping[str, Any]) -> dict[str, Any] | None:
+    """The loss scale in the checkpoint: that of the first group that has one."""
+    scales = (group.get("loss_scale") for group in state_dict["param_groups"])
+    return next((numbers for numbers in scales if numbers is not None), None)
+
+
+def check(groups: Sequence[Group], state_dict: Mapping[str, Any]) -> None:
+    """Raise for state or a loss scale that does not fit; torch checks the groups.
+
+    Raises:
+        ValueError, TypeError: naming what is wrong.
+    """
+    numbers = loss_scale_of(state_dict)
+    if numbers is not None:
+        LossScale().load_state_dict(numbers)
+    for param, _, state in states_of(groups, state_dict):
+        for key, value in state.items():
+            if isinstance(value, Tensor) and key != "step" and value.shape != param.shape:
+                shapes = f"{tuple(value.shape)}, its parameter {tuple(param.shape)}"
+                raise ValueError(f"the checkpoint's state {key!r} has shape {shapes}")
