@@ -1,8 +1,8 @@
-"""Host time of a step, its kernel left out, against torch's unscale_ + clip_grad_norm_ + step + update.
+"""Host time of a step up to the launch, against torch's unscale_ + clip_grad_norm_ + step + update.
 
-The Triton backend runs up to the launch, which is replaced by nothing; all checks for moved gradients, swapped data
-and replaced state are on. Torch's calls run as they are, on parameters of one element each, so that next to nothing
-of their time is arithmetic. Both are timed in turns, in one process.
+The Triton backend runs on the virtual GPU's driver, whose launch is replaced by nothing: everything up to it is timed,
+the checks for moved gradients, swapped data and replaced state included. Torch's calls run as they are, on parameters
+of one element each, so that next to nothing of their time is arithmetic. Both are timed in turns, in one process.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from rich.table import Table
 from torch import Tensor
 
 import tritonamp
-from tritonamp.backends import triton as backend
+from tritonamp.testing.virtual_gpu import driver, virtual_gpu
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -40,10 +40,7 @@ def run(args: argparse.Namespace) -> None:
 
 def measure(count: int, repeat: int) -> tuple[float, float]:
     """Median seconds of our step without its kernel, and of torch's three calls."""
-    with (
-        mock.patch.object(backend, "_check_device", return_value=None),
-        mock.patch.object(backend.TritonBackend, "_launch", return_value=None),
-    ):
+    with virtual_gpu(), mock.patch.object(driver.Launcher, "__call__", return_value=None):
         params = [_params(count), _params(count)]
         calls = [_ours(params[0]), _torch(params[1])]
         for call in calls:

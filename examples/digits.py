@@ -58,7 +58,7 @@ class Settings:
 
     @property
     def scales_loss(self) -> bool:
-        """Whether the dtype needs a loss scale: only float16 has float32's precision trouble with small gradients."""
+        """Whether the dtype needs a loss scale: small gradients vanish in float16's range, not in the others'."""
         return self.dtype == torch.float16
 
 

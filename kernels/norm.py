@@ -1,9 +1,10 @@
 """Sums of squares that neither overflow nor vanish, and the global norm they add up to.
 
 Accuracy: at most ``UNROLL`` float32 squares are added before the sum goes on in float64, so that a sum is right to
-``UNROLL`` roundings of 2**-24 (the square's own included), and the norm to half of that, 2.4e-7, however many
+``UNROLL`` roundings of 2**-24 (the square's own included), and the norm to half of that, 1.2e-7, however many
 elements there are. Squares of float32 values outside of [2**-40, 2**62) may leave the range in which this holds:
-a chunk whose largest value lies there is summed a second time, scaled by a power of two.
+a chunk whose largest value lies there is summed a second time, scaled by a power of two. (The norm of float64
+gradients is formed without a second look: it is right between 2**-450 and 2**450.)
 """
 
 import triton
@@ -74,7 +75,7 @@ def chunk_sum(address, begin, count, layout, inv_scale, G: tl.constexpr, C: tl.c
     Returns:
         float64; inf or NaN if a gradient is, as read or after unscaling in ``C``.
     """
-    NARROW: tl.constexpr = BLOCK // 4  # one element per thread
+    NARROW: tl.constexpr = BLOCK // 4
     grad = address.to(tl.pointer_type(G))
     is_wide = (address % 16 == 0) & (tl.load(layout) == 0)
     whole = tl.where(is_wide, count // 8 * 8, 0)

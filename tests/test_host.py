@@ -230,3 +230,25 @@ def test_two_launches_where_a_cooperative_one_is_refused(monkeypatch: pytest.Mon
                 params[0].grad[-1] = torch.nan
             checked_step(optimizer)
         assert len(launches.launches) == 6
+
+
+@pytest.mark.compiled
+def test_a_refused_grid_is_tried_smaller_first(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Part of the device may be taken: one program per multiprocessor, before giving up on a single launch."""
+    from tritonamp.backends import table
+    from tritonamp.backends import triton as backend
+
+    monkeypatch.setattr(table, "MIN_CHUNK", 64)
+    params = make_params([(600,), (4,)])
+    with RUNNER.running() as launches:
+        optimizer = tritonamp.AdamW(params, max_norm=1.0, loss_scale=None, backend="triton")
+        for step in range(3):
+            if step == 1:
+                launch = next(iter(optimizer._backend._launches.values()))
+                assert launch._programs > 3
+                launch._programs = 10_000  # more than there is room for
+                monkeypatch.setattr(optimizer._backend._workspace.table, "n_chunks", 10_000)
+            set_grads(params)
+            checked_step(optimizer)
+        assert launch._programs == 3
+        assert [launch.name for launch in launches.launches] == [backend.step_kernel.__name__] * 3

@@ -101,12 +101,11 @@ class TritonBackend:
         update = {"RULE": getattr(rules, rule), "VARIANTS": tuple(map(_as_triton, self._variants))}
         grads = {"GRADS": tuple(map(_as_triton, grad_kinds(self._variants)))}
         if request.needs_norm and not self._is_split:
-            launch = self._launch_of(step_kernel, {**update, **grads})
             try:
-                launch(n_chunks, *work)
+                self._launch_of(step_kernel, {**update, **grads})(n_chunks, *work)
                 return
-            except RuntimeError as error:  # refused before anything ran?
-                if "cooperative" not in str(error) and "operation not supported" not in str(error):
+            except RuntimeError as error:
+                if not _is_refusal(error):
                     raise
                 self._is_split = True
         if request.needs_norm:
@@ -127,21 +126,34 @@ class _Launch:
         self._kernel = kernel
         self._options = {**constants, "BLOCK": BLOCK, "num_warps": WARPS, "enable_fp_fusion": False}
         self._options["launch_cooperative_grid"] = kernel is step_kernel
-        self._programs, self._max_registers = 1, 0
+        self._programs = self._multiprocessors = 1
+        self._max_registers = 0
         if not is_interpreted:
             driver = triton.runtime.driver.active
             facts = driver.utils.get_device_properties(driver.get_current_device())
-            self._programs = facts["multiprocessor_count"]  # until the kernel's registers are known
+            self._multiprocessors = facts["multiprocessor_count"]
+            self._programs = self._multiprocessors  # until the kernel's registers are known
             if driver.get_current_target().backend == "cuda":
                 self._options["maxnreg"] = 128  # left alone, ptxas spills for an occupancy that we do not need
                 self._max_registers = facts["max_num_regs"]
 
     def __call__(self, n_chunks: int, *args: Tensor) -> None:
-        compiled = self._kernel[(min(self._programs, n_chunks),)](*args, **self._options)
+        try:
+            compiled = self._kernel[(min(self._programs, n_chunks),)](*args, **self._options)
+        except RuntimeError as error:
+            if not _is_refusal(error) or self._programs <= self._multiprocessors:
+                raise
+            self._programs = self._multiprocessors  # others hold a part of the device
+            compiled = self._kernel[(min(self._programs, n_chunks),)](*args, **self._options)
         if self._max_registers:
             per_program = -(-compiled.n_regs // 8) * 8 * 32 * WARPS
             self._programs *= min(self._max_registers // per_program, MAX_RESIDENT)
             self._max_registers = 0
+
+
+def _is_refusal(error: RuntimeError) -> bool:
+    """Whether a cooperative launch was refused, before anything ran."""
+    return "cooperative" in str(error) or "operation not supported" in str(error)
 
 
 def _as_triton(kinds: Sequence[Any]) -> tuple[Any, ...]:
