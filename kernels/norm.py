@@ -1,20 +1,20 @@
 """Sums of squares that neither overflow nor vanish, and the global norm they add up to.
 
-Accuracy: at most ``UNROLL`` float32 squares are added before the sum goes on in float64, so that a sum is right to
-``UNROLL`` roundings of 2**-24 (the square's own included), and the norm to half of that, 1.2e-7, however many
-elements there are. Squares of float32 values outside of [2**-40, 2**62) may leave the range in which this holds:
-a chunk whose largest value lies there is summed a second time, scaled by a power of two. (The norm of float64
-gradients is formed without a second look: it is right between 2**-450 and 2**450.)
+Accuracy: what a thread loads at once, 8 elements at most, is added up in float32, then ``UNROLL`` such sums; from
+there on it is float64. So a sum is right to 11 roundings of 2**-24 (the square's own included), and the norm to half
+of that, 3.3e-7, however many elements there are. Squares of float32 values outside of [2**-40, 2**61) may leave the
+range in which this holds: a chunk whose largest value lies there is summed a second time, scaled by a power of two.
+(The norm of float64 gradients is formed without a second look: it is right between 2**-450 and 2**450.)
 """
 
 import triton
 import triton.language as tl
 
-from .table import position
+from .table import positions
 
 UNROLL = tl.constexpr(4)
 SMALL = tl.constexpr(2.0**-40)
-LARGE = tl.constexpr(2.0**62)
+LARGE = tl.constexpr(2.0**61)  # 32 squares do not overflow
 FLOAT32_LIMIT = tl.constexpr(2.0**128 - 2.0**103)  # what is not below it rounds to inf
 CAP = tl.constexpr(2.0**900)  # of a chunk's sum: large float64 grads would exceed the range, and are finite
 
@@ -31,7 +31,7 @@ def magnitude_bits(x, C: tl.constexpr):
 @triton.jit
 def sum_region(
     grad, begin, lo, hi, layout, factor,
-    C: tl.constexpr, BLOCK: tl.constexpr, WIDE: tl.constexpr,
+    C: tl.constexpr, BLOCK: tl.constexpr, THREADS: tl.constexpr, WIDE: tl.constexpr,
 ):  # fmt: skip
     """Sum of squares of the elements ``begin + [lo, hi)``.
 
@@ -41,29 +41,38 @@ def sum_region(
         float64 sum of ``(factor * x) ** 2``, and the bits of the largest ``|x|``.
     """
     lanes = tl.arange(0, BLOCK)
-    total = tl.zeros([BLOCK], tl.float64)
-    largest = magnitude_bits(tl.zeros([BLOCK], C), C)
+    total = tl.zeros([THREADS], tl.float64)
+    largest = magnitude_bits(tl.zeros([THREADS], C), C)
     REPEAT: tl.constexpr = UNROLL if WIDE else 1
     for start in range(lo, hi, BLOCK * REPEAT):
-        partial = tl.zeros([BLOCK], C)
+        partial = tl.zeros([THREADS], C)
         for k in tl.static_range(REPEAT):
             offsets = start + k * BLOCK + lanes
             if WIDE:
                 pointers = tl.multiple_of(grad + begin, 16) + offsets
                 mask = offsets < tl.multiple_of(hi, 8)
             else:
-                pointers = grad + position(begin + offsets, layout, 1)
+                in_grad, _ = positions(begin + offsets, layout)
+                pointers = grad + in_grad
                 mask = offsets < hi
             x = tl.load(pointers, mask=mask, other=0.0).to(C)
-            largest = tl.maximum(largest, magnitude_bits(x, C))
+            bits = magnitude_bits(x, C)
             x *= factor
-            partial += x * x
+            square = x * x
+            if WIDE:  # one number per thread: of what it has loaded, which needs no exchange
+                square = tl.sum(tl.reshape(square, [THREADS, BLOCK // THREADS]), 1)
+                bits = tl.max(tl.reshape(bits, [THREADS, BLOCK // THREADS]), 1)
+            partial += square
+            largest = tl.maximum(largest, bits)
         total += partial.to(tl.float64)
     return tl.sum(total), tl.max(largest)
 
 
 @triton.jit
-def chunk_sum(address, begin, count, layout, inv_scale, G: tl.constexpr, C: tl.constexpr, BLOCK: tl.constexpr):
+def chunk_sum(
+    address, begin, count, layout, inv_scale,
+    G: tl.constexpr, C: tl.constexpr, BLOCK: tl.constexpr, THREADS: tl.constexpr,
+):  # fmt: skip
     """Sum of squares of one chunk's gradients as they lie in memory, still scaled.
 
     Args:
@@ -71,11 +80,11 @@ def chunk_sum(address, begin, count, layout, inv_scale, G: tl.constexpr, C: tl.c
         begin, count: the chunk, in elements.
         inv_scale: float64, what unscaling multiplies by.
         G, C: dtypes of the grad and of the computation.
+        BLOCK: elements per turn, as many as fit into one 16-byte access of each thread.
 
     Returns:
         float64; inf or NaN if a gradient is, as read or after unscaling in ``C``.
     """
-    NARROW: tl.constexpr = BLOCK // 4
     grad = address.to(tl.pointer_type(G))
     is_wide = (address % 16 == 0) & (tl.load(layout) == 0)
     whole = tl.where(is_wide, count // 8 * 8, 0)
@@ -84,8 +93,8 @@ def chunk_sum(address, begin, count, layout, inv_scale, G: tl.constexpr, C: tl.c
     looking = tl.full((), 1, tl.int32)
     result = tl.full((), 0.0, tl.float64)
     while looking > 0:
-        total, largest = sum_region(grad, begin, 0, whole, layout, factor, C, BLOCK, True)
-        more, larger = sum_region(grad, begin, whole, count, layout, factor, C, NARROW, False)
+        more, larger = sum_region(grad, begin, whole, count, layout, factor, C, THREADS, THREADS, False)
+        total, largest = sum_region(grad, begin, 0, whole, layout, factor, C, BLOCK, THREADS, True)
         top = tl.maximum(largest, larger).to(C, bitcast=True).to(tl.float64)
         result = tl.minimum((total + more) * undo, CAP)
         if C == tl.float64:

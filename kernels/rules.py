@@ -1,6 +1,6 @@
 """The update rules: pure functions on values.
 
-A rule is a pair of jitted functions, passed to the kernels as a constexpr:
+A rule is a pair of jitted functions, passed to the kernels as constexprs:
 
 ``scalars(hyper, lr, step, C)``
     Reads the group's own numbers (float64, at ``hyper``) and forms what all elements share, once per chunk.

@@ -19,7 +19,7 @@ import triton.language as tl
 from . import scale, table
 from .grid import grid_barrier, is_last_out
 from .norm import add_up, chunk_sum
-from .table import as_float64, find_chunk, position
+from .table import as_float64, find_chunk, positions
 
 # The outcome of a step: a device vector of float64.
 GRAD_NORM = tl.constexpr(0)
@@ -58,13 +58,13 @@ def gather_statistics(words, partials, inv_scale, GRADS: tl.constexpr, BLOCK: tl
                     G: tl.constexpr = GRADS[k][0]
                     C: tl.constexpr = GRADS[k][1]
                     LANES: tl.constexpr = BLOCK * 32 // G.primitive_bitwidth  # 16 bytes per thread
-                    partial = chunk_sum(grad, begin, count, layout, inv_scale, G, C, LANES)
+                    partial = chunk_sum(grad, begin, count, layout, inv_scale, G, C, LANES, BLOCK // 4)
         tl.store(partials + chunk, partial)
 
 
 @triton.jit
 def decide(words, partials, outcome, inv_scale, BLOCK: tl.constexpr):
-    """Phase 3: ``(norm, found_inf, skip)``, the same in every program."""
+    """Phase 3: ``(norm, skip)``, the same in every program. One writes down what was found."""
     total = add_up(partials, tl.load(words + table.N_CHUNKS).to(tl.int32), BLOCK)
     norm = tl.sqrt(total) * inv_scale
     found_inf = (total < float("inf")) == 0
@@ -74,7 +74,17 @@ def decide(words, partials, outcome, inv_scale, BLOCK: tl.constexpr):
         found_inf = found_inf | (tl.load(address.to(tl.pointer_type(tl.float32))) != 0)
     skip = found_inf & (tl.load(words + table.SKIP_NONFINITE) != 0)
     skip = skip | (norm > tl.load(as_float64(words) + table.SKIP_NORM))
-    return norm, found_inf, skip
+    report(outcome, norm, found_inf, skip)
+    return norm, skip
+
+
+@triton.jit
+def report(outcome, norm, found_inf, skip):
+    """Write the outcome, from one program; at once, so that nobody carries it in registers through phase 4."""
+    if tl.program_id(0) == 0:
+        tl.store(outcome + GRAD_NORM, norm)
+        tl.store(outcome + FOUND_INF, tl.where(found_inf, 1.0, 0.0))
+        tl.store(outcome + SKIPPED, tl.where(skip, 1.0, 0.0))
 
 
 @triton.jit
@@ -121,8 +131,9 @@ def update_region(
             params = tl.multiple_of(param + begin, 16) + offsets
         else:
             mask = offsets < hi
-            grads = grad + position(begin + offsets, layout, 1)
-            params = param + position(begin + offsets, layout, 2)
+            in_grad, in_param = positions(begin + offsets, layout)
+            grads = grad + in_grad
+            params = param + in_param
         g = tl.load(grads, mask=mask, other=0.0).to(C) * factors[0] * factors[1]
         p = tl.load(params, mask=mask, other=0.0).to(C)
         s = ()
@@ -143,7 +154,7 @@ def update_region(
 @triton.jit
 def update_chunk(
     words, row, address, begin, count, norm, inv_scale,
-    RULE: tl.constexpr, VARIANTS: tl.constexpr, K: tl.constexpr, BLOCK: tl.constexpr,
+    SCALARS: tl.constexpr, UPDATE: tl.constexpr, VARIANTS: tl.constexpr, K: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     """Update one chunk of a tensor of the ``K``-th variant."""
     # Triton before 3.8 takes an element of a tuple for a constexpr only where it is declared as one.
@@ -155,7 +166,7 @@ def update_chunk(
     counter = tl.load(row + table.STEP)
     if counter != 0:
         step += tl.load(counter.to(tl.pointer_type(tl.float32))).to(tl.float64)
-    scalars = RULE[0](group + table.HYPER, learning_rate(group), step, C)
+    scalars = SCALARS(group + table.HYPER, learning_rate(group), step, C)
     factors = grad_factors(group, norm, inv_scale, C)
 
     grad = address.to(tl.pointer_type(VARIANTS[K][0]))
@@ -172,12 +183,16 @@ def update_chunk(
     layout = words + tl.load(row + table.LAYOUT)
     is_wide = (addresses % 16 == 0) & (tl.load(layout) == 0)
     whole = tl.where(is_wide, count // 8 * 8, 0)
-    update_region(grad, param, states, begin, 0, whole, layout, factors, scalars, RULE[1], C, LANES, True)
-    update_region(grad, param, states, begin, whole, count, layout, factors, scalars, RULE[1], C, NARROW, False)
+    # The narrow rest first: what it alone needs is then out of the registers.
+    update_region(grad, param, states, begin, whole, count, layout, factors, scalars, UPDATE, C, NARROW, False)
+    update_region(grad, param, states, begin, 0, whole, layout, factors, scalars, UPDATE, C, LANES, True)
 
 
 @triton.jit
-def update(words, norm, inv_scale, RULE: tl.constexpr, VARIANTS: tl.constexpr, BLOCK: tl.constexpr):
+def update(
+    words, norm, inv_scale,
+    SCALARS: tl.constexpr, UPDATE: tl.constexpr, VARIANTS: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
     """Phase 4: update all chunks, last ones first."""
     n_chunks = tl.load(words + table.N_CHUNKS).to(tl.int32)
     for i in range(tl.program_id(0), n_chunks, tl.num_programs(0)):
@@ -187,7 +202,7 @@ def update(words, norm, inv_scale, RULE: tl.constexpr, VARIANTS: tl.constexpr, B
             variant = tl.load(row + table.KIND) & 0xFFFF
             for k in tl.static_range(len(VARIANTS)):
                 if variant == k:
-                    update_chunk(words, row, grad, begin, count, norm, inv_scale, RULE, VARIANTS, k, BLOCK)
+                    update_chunk(words, row, grad, begin, count, norm, inv_scale, SCALARS, UPDATE, VARIANTS, k, BLOCK)
 
 
 @triton.jit
@@ -207,19 +222,17 @@ def count_steps(words, BLOCK: tl.constexpr):
 
 
 @triton.jit
-def finish(words, counters, outcome, loss_scale, norm, found_inf, skip, BLOCK: tl.constexpr):
-    """Phase 5: the last program out writes loss scale, step counters and outcome."""
+def finish(words, counters, outcome, loss_scale, BLOCK: tl.constexpr):
+    """Phase 5: the last program out writes loss scale, step and skip counters."""
     if is_last_out(counters):
         consecutive = tl.load(outcome + CONSECUTIVE_SKIPS)
-        if skip:
+        found_inf = tl.load(outcome + FOUND_INF) != 0
+        if tl.load(outcome + SKIPPED) != 0:
             tl.store(outcome + SKIPPED_STEPS, tl.load(outcome + SKIPPED_STEPS) + 1)
             tl.store(outcome + CONSECUTIVE_SKIPS, consecutive + 1)
         else:
             tl.store(outcome + CONSECUTIVE_SKIPS, 0.0)
             count_steps(words, BLOCK // 4)
-        tl.store(outcome + GRAD_NORM, norm)
-        tl.store(outcome + FOUND_INF, tl.where(found_inf, 1.0, 0.0))
-        tl.store(outcome + SKIPPED, tl.where(skip, 1.0, 0.0))
         tl.store(outcome + PENDING_INF, 0.0)
         mode = tl.load(words + table.ADVANCE)
         if mode == 1:
@@ -231,7 +244,7 @@ def finish(words, counters, outcome, loss_scale, norm, found_inf, skip, BLOCK: t
 @triton.jit
 def step_kernel(
     words, partials, counters, outcome, loss_scale,
-    RULE: tl.constexpr, VARIANTS: tl.constexpr, GRADS: tl.constexpr, BLOCK: tl.constexpr,
+    SCALARS: tl.constexpr, UPDATE: tl.constexpr, VARIANTS: tl.constexpr, GRADS: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     """The whole step. Launch cooperatively.
 
@@ -241,7 +254,7 @@ def step_kernel(
         counters: ``[2]`` int32, zero before and after.
         outcome: ``[OUTCOME]`` float64, laid out above.
         loss_scale: ``[scale.WORDS]`` float64; not touched unless the header asks for it.
-        RULE: a pair of functions (see :mod:`.rules`).
+        SCALARS, UPDATE: a rule (see :mod:`.rules`).
         VARIANTS: tuple of (grad dtype, param dtype, compute and state dtype, number of states).
         GRADS: tuple of the distinct (grad dtype, compute dtype).
         BLOCK: elements per program and turn: 4 per thread, so that float32 moves in 16-byte accesses.
@@ -249,10 +262,10 @@ def step_kernel(
     inv_scale = total_inv_scale(words, loss_scale)
     gather_statistics(words, partials, inv_scale, GRADS, BLOCK)
     grid_barrier(counters)
-    norm, found_inf, skip = decide(words, partials, outcome, inv_scale, BLOCK)
+    norm, skip = decide(words, partials, outcome, inv_scale, BLOCK)
     if skip == 0:
-        update(words, norm, inv_scale, RULE, VARIANTS, BLOCK)
-    finish(words, counters, outcome, loss_scale, norm, found_inf, skip, BLOCK)
+        update(words, norm, inv_scale, SCALARS, UPDATE, VARIANTS, BLOCK)
+    finish(words, counters, outcome, loss_scale, BLOCK)
 
 
 @triton.jit
@@ -264,7 +277,7 @@ def statistics_kernel(words, partials, loss_scale, GRADS: tl.constexpr, BLOCK: t
 @triton.jit
 def apply_kernel(
     words, partials, counters, outcome, loss_scale,
-    RULE: tl.constexpr, VARIANTS: tl.constexpr, BLOCK: tl.constexpr, DECIDE: tl.constexpr,
+    SCALARS: tl.constexpr, UPDATE: tl.constexpr, VARIANTS: tl.constexpr, BLOCK: tl.constexpr, DECIDE: tl.constexpr,
 ):  # fmt: skip
     """The second half: phases 3 to 5 of :func:`step_kernel`, with the same arguments.
 
@@ -272,11 +285,11 @@ def apply_kernel(
     """
     inv_scale = total_inv_scale(words, loss_scale)
     if DECIDE:
-        norm, found_inf, skip = decide(words, partials, outcome, inv_scale, BLOCK)
+        norm, skip = decide(words, partials, outcome, inv_scale, BLOCK)
     else:
         norm = tl.full((), float("nan"), tl.float64)
-        found_inf = tl.full((), 0, tl.int1)
-        skip = found_inf
+        skip = tl.full((), 0, tl.int1)
+        report(outcome, norm, skip, skip)
     if skip == 0:
-        update(words, norm, inv_scale, RULE, VARIANTS, BLOCK)
-    finish(words, counters, outcome, loss_scale, norm, found_inf, skip, BLOCK)
+        update(words, norm, inv_scale, SCALARS, UPDATE, VARIANTS, BLOCK)
+    finish(words, counters, outcome, loss_scale, BLOCK)

@@ -75,15 +75,19 @@ def find_chunk(table, chunk):
 
 
 @triton.jit
-def position(index, layout, which: tl.constexpr):
-    """Offsets in elements of the logical (int64) ``index``: ``which`` is 1 for the grad, 2 for the param.
+def positions(index, layout):
+    """Offsets in elements of the logical (int64) ``index``, in the grad and in the param.
 
     ``layout`` is the address of a layout. State lies densely, in the order of ``index``.
     """
-    offset = tl.zeros_like(index)
-    for d in range(tl.load(layout)):
+    in_grad = tl.zeros_like(index)
+    in_param = in_grad
+    for d in range(tl.load(layout).to(tl.int32)):
         dim = layout + 1 + d * DIM
         size = tl.load(dim)
-        offset += (index % size) * tl.load(dim + which)
-        index = index // size
-    return offset + index
+        rest = (index.to(tl.uint64) // size.to(tl.uint64)).to(tl.int64)  # unsigned: shorter, in fewer registers
+        index -= rest * size
+        in_grad += index * tl.load(dim + 1)
+        in_param += index * tl.load(dim + 2)
+        index = rest
+    return in_grad + index, in_param + index

@@ -24,8 +24,8 @@ if TYPE_CHECKING:
     from ..plan import Plan
     from . import Request
 
-BLOCK = 512  # elements per program and turn: 4 per thread, so that float32 moves in 16-byte accesses
-WARPS = 4
+BLOCK = 512  # elements per program and turn
+THREADS = BLOCK // 4  # so that float32 moves in 16-byte accesses, in warps of 32 or of 64
 MAX_RESIDENT = 8  # programs per multiprocessor: 1024 threads, which every device holds
 _DTYPES = {
     torch.float16: tl.float16,
@@ -98,7 +98,9 @@ class TritonBackend:
         state = request.outcome if request.loss_scale is None else request.loss_scale
         work = (workspace.words, workspace.partials, workspace.counters, request.outcome, state)
         n_chunks = workspace.table.n_chunks
-        update = {"RULE": getattr(rules, rule), "VARIANTS": tuple(map(_as_triton, self._variants))}
+        # One by one: only functions that are arguments themselves enter the key of Triton's cache by their code.
+        update = dict(zip(("SCALARS", "UPDATE"), getattr(rules, rule), strict=True))
+        update["VARIANTS"] = tuple(map(_as_triton, self._variants))
         grads = {"GRADS": tuple(map(_as_triton, grad_kinds(self._variants)))}
         if request.needs_norm and not self._is_split:
             try:
@@ -124,8 +126,7 @@ class _Launch:
 
     def __init__(self, kernel: Any, constants: dict[str, Any], is_interpreted: bool) -> None:
         self._kernel = kernel
-        self._options = {**constants, "BLOCK": BLOCK, "num_warps": WARPS, "enable_fp_fusion": False}
-        self._options["launch_cooperative_grid"] = kernel is step_kernel
+        self._options = {**constants, "BLOCK": BLOCK, "launch_cooperative_grid": kernel is step_kernel}
         self._programs = self._multiprocessors = 1
         self._max_registers = 0
         if not is_interpreted:
@@ -133,8 +134,9 @@ class _Launch:
             facts = driver.utils.get_device_properties(driver.get_current_device())
             self._multiprocessors = facts["multiprocessor_count"]
             self._programs = self._multiprocessors  # until the kernel's registers are known
-            if driver.get_current_target().backend == "cuda":
-                self._options["maxnreg"] = 128  # left alone, ptxas spills for an occupancy that we do not need
+            target = driver.get_current_target()
+            self._options.update(compile_options(target))
+            if target.backend == "cuda":
                 self._max_registers = facts["max_num_regs"]
 
     def __call__(self, n_chunks: int, *args: Tensor) -> None:
@@ -146,9 +148,17 @@ class _Launch:
             self._programs = self._multiprocessors  # others hold a part of the device
             compiled = self._kernel[(min(self._programs, n_chunks),)](*args, **self._options)
         if self._max_registers:
-            per_program = -(-compiled.n_regs // 8) * 8 * 32 * WARPS
+            per_program = -(-compiled.n_regs // 8) * 8 * THREADS
             self._programs *= min(self._max_registers // per_program, MAX_RESIDENT)
             self._max_registers = 0
+
+
+def compile_options(target: Any) -> dict[str, Any]:
+    """How kernels are compiled for ``target``, a ``GPUTarget`` of Triton's."""
+    options = {"num_warps": THREADS // target.warp_size, "enable_fp_fusion": False}
+    if target.backend == "cuda":
+        options["maxnreg"] = 128  # left alone, ptxas spills for an occupancy that we do not need
+    return options
 
 
 def _is_refusal(error: RuntimeError) -> bool:
