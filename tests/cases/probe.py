@@ -6,7 +6,7 @@ import torch
 import triton
 import triton.language as tl
 from tritonamp.kernels import table as layout_of_table
-from tritonamp.kernels.table import find_chunk, position
+from tritonamp.kernels.table import find_chunk, positions
 
 
 @triton.jit
@@ -14,7 +14,8 @@ def probe_kernel(table, layout, out):
     _, _, begin, count = find_chunk(table, 0)
     tl.store(out, begin)
     tl.store(out + 1, count.to(tl.int64))
-    tl.store(out + 2, position(begin, layout, 1))
+    in_grad, _ = positions(begin, layout)
+    tl.store(out + 2, in_grad)
 
 
 def find(chunk: int, size: int, numel: int, stride: int) -> tuple[int, int, int]:
