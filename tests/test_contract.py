@@ -246,3 +246,26 @@ def test_gradients_and_state_are_not_kept(runner: Runner, how: str) -> None:
     state = weakref.ref(optimizer.state[params[0]]["exp_avg"])
     optimizer.state[params[0]]["exp_avg"] = torch.zeros(5)
     assert state() is None
+
+
+@pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf")  # the compiler's own access
+def test_a_compiled_training_function_trains_like_an_eager_one(runner: Runner) -> None:
+    """Tracing must not swallow what scale() notes down: gradients would then be taken as unscaled."""
+
+    def train(compiled: bool) -> list[float]:
+        torch.manual_seed(0)
+        weight, x = torch.ones(6, requires_grad=True), torch.randn(6)
+        optimizer = SGD([weight], lr=0.01, backend=runner.backend)
+
+        def iteration() -> torch.Tensor:
+            loss = (weight * x).square().sum()
+            optimizer.backward(loss)
+            optimizer.step()
+            optimizer.zero_grad()
+            return loss
+
+        torch._dynamo.reset()
+        run = torch.compile(iteration, backend="eager") if compiled else iteration
+        return [run().item() for _ in range(3)]
+
+    assert train(compiled=True) == train(compiled=False)

@@ -115,8 +115,10 @@ class FusedOptimizer(torch.optim.Optimizer):
     def _import_state(self, state: dict[str, Any]) -> None:
         """Complete one parameter's state as loaded from a checkpoint, in place."""
 
-    # The step.
+    # The step. All of it stays out of torch.compile's tracing, which does not see raw pointers, and does not carry out
+    # what scale() notes down. (`torch.compiler.disable` would import the compiler with this module.)
 
+    @_disable_dynamo
     def scale(self, outputs: Any) -> Any:
         """Multiply a loss by the loss scale; what ``torch.amp.GradScaler.scale`` takes is taken.
 
@@ -144,10 +146,12 @@ class FusedOptimizer(torch.optim.Optimizer):
         if self._has_outer_scaler:
             raise RuntimeError(f"{what} under a GradScaler: the scaler scales and unscales itself, with its own {what}")
 
+    @_disable_dynamo
     def backward(self, loss: Tensor, **kwargs: Any) -> None:
         """Scale the loss and run its backward pass; keywords go to ``Tensor.backward``."""
         self.scale(loss).backward(**kwargs)
 
+    @_disable_dynamo
     def unscale_(self) -> None:
         """Divide the gradients by the loss scale in place, to look at them or change them before ``step()``.
 
@@ -166,7 +170,7 @@ class FusedOptimizer(torch.optim.Optimizer):
         self._plan.release()
         self._is_unscaled = True
 
-    @_disable_dynamo  # raw pointers are nothing to trace; torch.compiler.disable would import the compiler here
+    @_disable_dynamo
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
         """Update the parameters from their gradients, unless the step is to be skipped; one launch on a GPU.
 
@@ -269,6 +273,7 @@ class FusedOptimizer(torch.optim.Optimizer):
             self._outcome[PENDING_INF] = 0.0
         self._is_unscaled = False
 
+    @_disable_dynamo
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Reset the gradients, as ``torch.optim.Optimizer.zero_grad``; forgets that they were unscaled."""
         self._clear_unscaled()
