@@ -50,12 +50,10 @@ def sum_region(
             offsets = start + k * BLOCK + lanes
             if WIDE:
                 pointers = tl.multiple_of(grad + begin, 16) + offsets
-                mask = offsets < tl.multiple_of(hi, 8)
             else:
                 in_grad, _ = positions(begin + offsets, layout)
                 pointers = grad + in_grad
-                mask = offsets < hi
-            x = tl.load(pointers, mask=mask, other=0.0).to(C)
+            x = tl.load(pointers, mask=offsets < hi, other=0.0).to(C)
             bits = magnitude_bits(x, C)
             x *= factor
             square = x * x
@@ -92,6 +90,7 @@ def chunk_sum(
     undo = tl.full((), 1.0, tl.float64)
     looking = tl.full((), 1, tl.int32)
     result = tl.full((), 0.0, tl.float64)
+    # That `whole` is a multiple of 8, by this very expression, lets masked accesses be 16 bytes wide.
     while looking > 0:
         more, larger = sum_region(grad, begin, whole, count, layout, factor, C, THREADS, THREADS, False)
         total, largest = sum_region(grad, begin, 0, whole, layout, factor, C, BLOCK, THREADS, True)

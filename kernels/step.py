@@ -125,12 +125,11 @@ def update_region(
     lanes = tl.arange(0, BLOCK)
     for start in range(lo, hi, BLOCK):
         offsets = start + lanes
+        mask = offsets < hi
         if WIDE:
-            mask = offsets < tl.multiple_of(hi, 8)
             grads = tl.multiple_of(grad + begin, 16) + offsets
             params = tl.multiple_of(param + begin, 16) + offsets
         else:
-            mask = offsets < hi
             in_grad, in_param = positions(begin + offsets, layout)
             grads = grad + in_grad
             params = param + in_param
