@@ -1,10 +1,10 @@
-"""``python -m bench host``: what a step costs the host."""
+"""``python -m bench host``: what a step costs the host; ``python -m bench kernel``: what its kernel moves."""
 
 from __future__ import annotations
 
 import argparse
 
-from . import host
+from . import host, kernel
 
 
 def main() -> None:
@@ -12,6 +12,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(prog="python -m bench", description=__doc__)
     commands = parser.add_subparsers(dest="command", required=True)
     host.add_arguments(commands.add_parser("host", help=host.__doc__))
+    kernel.add_arguments(commands.add_parser("kernel", help=kernel.__doc__))
     args = parser.parse_args()
     args.run(args)
 
