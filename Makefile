@@ -11,7 +11,7 @@ PIP_INSTALL := -m pip install --disable-pip-version-check --constraint constrain
 PYTEST := $(BIN)/pytest --numprocesses $(JOBS)
 
 .DEFAULT_GOAL := help
-.PHONY: help install demo test coverage lint format types wheel-test clean
+.PHONY: help install demo test test-deep coverage lint format types wheel-test clean
 
 help:  ## list the targets
 	@awk -F ':.*##' '/^[a-z-]+:.*##/ {printf "make %-11s%s\n", $$1, $$2}' Makefile
@@ -29,10 +29,15 @@ demo: $(INSTALLED)  ## train on handwritten digits twice, with torch's three cal
 
 # Triton decides when a kernel is defined whether to compile or to interpret it: each needs processes of its own.
 # One thread for each process: the tensors are small, and waiting threads would take the cores from other processes.
-test coverage: export OMP_NUM_THREADS ?= 1
+test test-deep coverage: export OMP_NUM_THREADS ?= 1
 test: $(INSTALLED)  ## run the tests, with compiled kernels and with interpreted ones
 	$(PYTEST) -m "not interpreted"
 	TRITON_INTERPRET=1 $(PYTEST) -m "not compiled"
+
+test-deep: export HYPOTHESIS_PROFILE := nightly
+test-deep: $(INSTALLED)  ## check the laws on thousands of drawn examples each, for hours
+	$(PYTEST) -m "not interpreted" tests/property
+	TRITON_INTERPRET=1 $(PYTEST) -m "not compiled" tests/property
 
 coverage: $(INSTALLED)  ## run the tests and report the lines and branches they miss
 	$(PYTEST) -m "not interpreted" --cov --cov-report=

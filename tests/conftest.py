@@ -12,6 +12,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
+import hypothesis
 import pytest
 import torch
 
@@ -19,6 +20,12 @@ from tritonamp.backends import table
 from tritonamp.testing import concurrent_interpreter
 
 IS_INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
+
+# How many examples a property test draws. An example is steps of an interpreter: no deadline is of use.
+hypothesis.settings.register_profile("dev", deadline=None, max_examples=15)
+hypothesis.settings.register_profile("ci", deadline=None, max_examples=15, derandomize=True, report_multiple_bugs=False)
+hypothesis.settings.register_profile("nightly", deadline=None, max_examples=3000)
+hypothesis.settings.load_profile(os.environ.get("HYPOTHESIS_PROFILE") or ("ci" if os.environ.get("CI") else "dev"))
 
 
 @dataclass(frozen=True)

@@ -51,7 +51,7 @@ def assert_same_bits(a: Sequence[Tensor], b: Sequence[Tensor]) -> None:
     assert len(a) == len(b)
     for x, y in zip(a, b, strict=True):
         assert x.dtype == y.dtype and x.shape == y.shape
-        x, y = (t.detach().contiguous().flatten() for t in (x, y))
+        x, y = (t.detach().clone(memory_format=torch.contiguous_format).flatten() for t in (x, y))
         assert torch.equal(x.view(torch.uint8), y.view(torch.uint8))
 
 

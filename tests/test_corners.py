@@ -135,6 +135,9 @@ def test_float64_gradients_with_squares_beyond_its_range() -> None:
     optimizer.step()
     torch.testing.assert_close(param.detach(), torch.tensor([-0.6, 0.8], dtype=torch.float64))
     assert not optimizer.step_was_skipped
+    param.grad = torch.full((2,), 1.7e308, dtype=torch.float64)
+    optimizer.step()  # the norm itself is beyond float64
+    assert not optimizer.step_was_skipped and param.isfinite().all()
 
 
 def test_an_outer_scaler_without_own_scaling(runner: Runner) -> None:

@@ -8,6 +8,7 @@ so on another device than a CPU it waits for it.
 from __future__ import annotations
 
 import math
+import sys
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any
 
@@ -149,7 +150,7 @@ def _careful_norm(grads: Sequence[Tensor], inv_scale: float, norm: float) -> flo
         return norm
     top = max(tops)
     squares = [float(_as_real(grad).to(torch.float64).div(top).square().sum()) for grad in grads]
-    return math.sqrt(sum(squares)) * top * inv_scale
+    return min(math.sqrt(sum(squares)) * top * inv_scale, sys.float_info.max)  # finite gradients are no overflow
 
 
 def _clip(max_norm: float | None, norm: float) -> float:
