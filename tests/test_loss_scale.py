@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from typing import Any
 
 import pytest
@@ -328,3 +329,12 @@ def test_unscaling_conjugated_gradients(runner: Runner) -> None:
     optimizer.unscale_()
     optimizer.step()
     assert param.tolist() == [2j] * 3
+
+
+def test_a_copy_knows_that_its_gradients_are_unscaled(runner: Runner) -> None:
+    params = make_params([(3,)])
+    optimizer = SGD(params, loss_scale=16.0, backend=runner.backend)
+    set_grads(params, scaled(optimizer))
+    optimizer.unscale_()
+    copied = copy.deepcopy(optimizer)
+    checked_step(copied, unscaled=True)

@@ -82,12 +82,12 @@ class FusedOptimizer(torch.optim.Optimizer):
         self._start()
 
     def _start(self) -> None:
-        """Set up what is neither copied nor pickled."""
+        """Set up what is neither copied nor pickled, after what is."""
         self._plan = Plan()
         self._backend: Backend | None = None
         self._outer_found_inf: Any = None
         self._has_outer_scaler = False
-        self._is_unscaled = False  # by unscale_()
+        self._is_unscaled: bool = self.__dict__.get("_is_unscaled", False)  # by unscale_(); copied with the gradients
         self._loading: dict[str, Any] | None = None  # the checkpoint, while it is loaded
         if self._loss_scale is not None:
             self._loss_scale._optimizers.add(self)
@@ -404,7 +404,15 @@ class FusedOptimizer(torch.optim.Optimizer):
             self._is_armed = self._is_armed or bool(numbers.get("_is_armed", True))
 
     def __getstate__(self) -> dict[str, Any]:
-        kept = ("_loss_scale", "_is_armed", "_skip_nonfinite", "_skip_norm", "_backend_name", "_outcome")
+        kept = (
+            "_loss_scale",
+            "_is_armed",
+            "_is_unscaled",
+            "_skip_nonfinite",
+            "_skip_norm",
+            "_backend_name",
+            "_outcome",
+        )
         return {**super().__getstate__(), **{name: self.__dict__[name] for name in kept}}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
