@@ -98,25 +98,29 @@ class TritonBackend:
         state = request.outcome if request.loss_scale is None else request.loss_scale
         work = (workspace.words, workspace.partials, workspace.counters, request.outcome, state)
         n_chunks = workspace.table.n_chunks
-        # One by one: only functions that are arguments themselves enter the key of Triton's cache by their code.
-        update = dict(zip(("SCALARS", "UPDATE"), getattr(rules, rule), strict=True))
-        update["VARIANTS"] = tuple(map(_as_triton, self._variants))
-        grads = {"GRADS": tuple(map(_as_triton, grad_kinds(self._variants)))}
         if request.needs_norm and not self._is_split:
             try:
-                self._launch_of(step_kernel, {**update, **grads})(n_chunks, *work)
+                self._launch_of(step_kernel, rule)(n_chunks, *work)
                 return
             except RuntimeError as error:
                 if not _is_refusal(error):
                     raise
                 self._is_split = True
         if request.needs_norm:
-            self._launch_of(statistics_kernel, grads)(n_chunks, workspace.words, workspace.partials, state)
-        self._launch_of(apply_kernel, {**update, "DECIDE": request.needs_norm})(n_chunks, *work)
+            self._launch_of(statistics_kernel, rule)(n_chunks, workspace.words, workspace.partials, state)
+        self._launch_of(apply_kernel, rule, DECIDE=request.needs_norm)(n_chunks, *work)
 
-    def _launch_of(self, kernel: Any, constants: dict[str, Any]) -> _Launch:
-        key = (kernel, constants.get("DECIDE"))
+    def _launch_of(self, kernel: Any, rule: str, **decide: bool) -> _Launch:
+        """The kernel's launch, made once for as long as the variants stay."""
+        key = (kernel, *decide.values())
         if key not in self._launches:
+            constants: dict[str, Any] = dict(decide)
+            if kernel is not apply_kernel:
+                constants["GRADS"] = tuple(map(_as_triton, grad_kinds(self._variants)))
+            if kernel is not statistics_kernel:
+                # One by one: only functions that are arguments themselves enter the key of Triton's cache by code.
+                constants["SCALARS"], constants["UPDATE"] = getattr(rules, rule)
+                constants["VARIANTS"] = tuple(map(_as_triton, self._variants))
             self._launches[key] = _Launch(kernel, constants, self._is_interpreted)
         return self._launches[key]
 
