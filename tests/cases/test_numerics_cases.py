@@ -90,6 +90,15 @@ def test_amsgrad_stores_the_uncorrected_maximum(runner: Runner) -> None:
         assert optimizer.state[p]["max_exp_avg_sq"].item() == pytest.approx(10.0)
 
 
+def test_amsgrad_keeps_a_nan_in_every_element(runner: Runner) -> None:
+    """Of a parameter that is NaN, with weight decay; in vectors and in what is left over after them."""
+    p = torch.full((13,), torch.nan, requires_grad=True)
+    optimizer = Adam([p], weight_decay=0.1, amsgrad=True, loss_scale=None, backend=runner.backend)
+    p.grad = torch.zeros(13)
+    optimizer.step()
+    assert bool(optimizer.state[p]["max_exp_avg_sq"].isnan().all())
+
+
 def test_the_kind_of_decay_is_read_at_every_step(runner: Runner) -> None:
     # KN-06, flagos-ai/FlagGems#4988, deepspeedai/DeepSpeed#8307
     for is_decoupled in (False, True, False, True):

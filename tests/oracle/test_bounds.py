@@ -57,6 +57,10 @@ def test_a_divisor_that_may_be_zero_lets_anything_pass() -> None:
     quotient = Bounded.exact(torch.ones(2), form) / (tiny * tiny)
     assert quotient.error.tolist() == [math.inf, 0.0]
     assert quotient.value[1] == math.inf
+    # What may be zero over zero, and infinity times it.
+    infinite = Bounded.exact(torch.full((2,), math.inf), form)
+    for result in (tiny * tiny / Bounded.exact(torch.zeros(2), form), infinite * (tiny * tiny)):
+        assert result.error.tolist() == [math.inf, 0.0]
 
 
 def test_the_worst_element_is_named() -> None:

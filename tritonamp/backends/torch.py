@@ -86,7 +86,7 @@ class TorchBackend:
     def _update(self, optimizer: FusedOptimizer, plan: Plan, factors: Sequence[float]) -> None:
         """Apply the rule to every parameter that has a gradient; ``factors`` are the groups'."""
         if self._generation != plan.generation:
-            self._is_fused = [self._can_fuse(entry) for entry in plan.entries]
+            self._is_fused = [self._can_fuse(entry, optimizer.param_groups[entry.group]) for entry in plan.entries]
             self._generation = plan.generation
         fused: dict[tuple[int, torch.dtype], list[Item]] = {}
         plain: list[Item] = []
@@ -105,8 +105,10 @@ class TorchBackend:
             group = item[0].group
             _run_plain(run_plain, optimizer.param_groups[group], item, factors[group])
 
-    def _can_fuse(self, entry: Entry) -> bool:
+    def _can_fuse(self, entry: Entry, group: dict[str, Any]) -> bool:
         """Whether torch's fused kernels, which walk flat memory of one dtype, take it."""
+        if group.get("amsgrad"):
+            return False  # they drop a NaN from the maximum, in the last elements of a tensor
         dtype = entry.param.dtype
         same = dtype == entry.grad_dtype == compute_dtype(entry.param)
         return self.device.type == "cpu" and same and layout_of(entry.param, entry.grad_strides) is None
@@ -262,14 +264,14 @@ def _adam_fused(group: dict[str, Any], items: Sequence[Item], factor: float) -> 
         grads,
         [states[0] for *_, states in items],
         [states[1] for *_, states in items],
-        [states[2] for *_, states in items] if group["amsgrad"] else [],
+        [],
         steps,
         lr=float(group["lr"]),
         beta1=group["betas"][0],
         beta2=group["betas"][1],
         weight_decay=group["weight_decay"],
         eps=group["eps"],
-        amsgrad=group["amsgrad"],
+        amsgrad=False,
         maximize=group["maximize"],
         grad_scale=divisor,
     )

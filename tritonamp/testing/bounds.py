@@ -123,14 +123,21 @@ class Bounded:
 
     def __mul__(self, other: Bounded) -> Bounded:
         carried = self.value.abs() * other.error + other.value.abs() * self.error + self.error * other.error
-        return self._rounded(self.value * other.value, carried, self, other)
+        product = self._rounded(self.value * other.value, carried, self, other)
+        # Infinity times what may be zero: NaN can come of it.
+        unknown = self.value.isinf() & other._may_vanish() | other.value.isinf() & self._may_vanish()
+        return Bounded(product.value, torch.where(unknown, math.inf, product.error), self.form)
+
+    def _may_vanish(self) -> Tensor:
+        """Where a number that is not known exactly may be zero."""
+        return (self.error > 0) & (self.value.abs() <= self.error)
 
     def __truediv__(self, other: Bounded) -> Bounded:
         value = self.value / other.value
         margin = other.value.abs() - other.error
         carried = (self.error + value.abs() * other.error) / margin
-        # A divisor that may be zero: anything can come of it.
-        unknown = (margin <= 0) & (other.error > 0)
+        # A divisor that may be zero, or a zero over what may be zero too: anything can come of it.
+        unknown = (margin <= 0) & ((other.error > 0) | self._may_vanish())
         quotient = self._rounded(value, torch.where(unknown, math.inf, carried), self, other)
         return Bounded(quotient.value, torch.where(unknown, math.inf, quotient.error), self.form)
 
