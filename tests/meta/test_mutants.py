@@ -193,7 +193,7 @@ def runner(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> A
     runner = Runner(request.param, 2)
     monkeypatch.setattr(table, "MIN_CHUNK", 512)
     # The rules of torch's fused kernels are not ours to mutate.
-    monkeypatch.setattr(torch_backend.TorchBackend, "_can_fuse", lambda self, entry: False)
+    monkeypatch.setattr(torch_backend.TorchBackend, "_can_fuse", lambda self, entry, group: False)
     with runner.running():
         yield runner
 
