@@ -19,6 +19,7 @@ import triton.language as tl
 from . import scale, table
 from .grid import grid_barrier, is_last_out
 from .norm import add_up, chunk_sum
+from .rounding import noise, round_stochastically
 from .table import as_float64, find_chunk, positions
 
 # The outcome of a step: a device vector of float64.
@@ -118,8 +119,8 @@ def learning_rate(group):
 
 @triton.jit
 def update_region(
-    grad, param, states, begin, lo, hi, layout, factors, scalars,
-    UPDATE: tl.constexpr, C: tl.constexpr, BLOCK: tl.constexpr, WIDE: tl.constexpr,
+    grad, param, states, master, begin, lo, hi, layout, factors, scalars, stream,
+    UPDATE: tl.constexpr, C: tl.constexpr, KEPT: tl.constexpr, BLOCK: tl.constexpr, WIDE: tl.constexpr,
 ):  # fmt: skip
     """Update the elements ``begin + [lo, hi)``. ``WIDE`` as in :func:`norm.sum_region`."""
     lanes = tl.arange(0, BLOCK)
@@ -129,12 +130,14 @@ def update_region(
         if WIDE:
             grads = tl.multiple_of(grad + begin, 16) + offsets
             params = tl.multiple_of(param + begin, 16) + offsets
+            masters = tl.multiple_of(master + begin, 16) + offsets
         else:
             in_grad, in_param = positions(begin + offsets, layout)
             grads = grad + in_grad
             params = param + in_param
+            masters = master + begin + offsets
         g = tl.load(grads, mask=mask, other=0.0).to(C) * factors[0] * factors[1]
-        p = tl.load(params, mask=mask, other=0.0).to(C)
+        p = tl.load(masters if KEPT == table.MASTER else params, mask=mask, other=0.0).to(C)
         s = ()
         for k in tl.static_range(len(states)):
             state = states[k] + begin
@@ -142,7 +145,12 @@ def update_region(
                 state = tl.multiple_of(state, 16)
             s = s + (tl.load(state + offsets, mask=mask, other=0.0),)
         p, s = UPDATE(p, g, s, scalars, C)
-        tl.store(params, p.to(param.dtype.element_ty), mask=mask)
+        if KEPT == table.STOCHASTIC:
+            tl.store(params, round_stochastically(p, noise(stream, begin, offsets)), mask=mask)
+        else:
+            tl.store(params, p.to(param.dtype.element_ty), mask=mask)
+        if KEPT == table.MASTER:
+            tl.store(masters, p, mask=mask)
         for k in tl.static_range(len(states)):
             state = states[k] + begin
             if WIDE:
@@ -158,6 +166,7 @@ def update_chunk(
     """Update one chunk of a tensor of the ``K``-th variant."""
     # Triton before 3.8 takes an element of a tuple for a constexpr only where it is declared as one.
     C: tl.constexpr = VARIANTS[K][2]
+    KEPT: tl.constexpr = VARIANTS[K][4]
     LANES: tl.constexpr = BLOCK * 32 // C.primitive_bitwidth  # 16 bytes per thread
     NARROW: tl.constexpr = BLOCK // 4  # one element per thread
     group = as_float64(words) + table.HEADER + (tl.load(row + table.KIND) >> 32) * table.GROUP
@@ -167,6 +176,8 @@ def update_chunk(
         step += tl.load(counter.to(tl.pointer_type(tl.float32))).to(tl.float64)
     scalars = SCALARS(group + table.HYPER, learning_rate(group), step, C)
     factors = grad_factors(group, norm, inv_scale, C)
+    seed = tl.load(group.to(tl.pointer_type(tl.int64), bitcast=True) + table.SEED)
+    stream = (seed, tl.load(row + table.POSITION), step)
 
     grad = address.to(tl.pointer_type(VARIANTS[K][0]))
     param_address = tl.load(row + table.PARAM)
@@ -178,13 +189,24 @@ def update_chunk(
         state_address = tl.load(row + table.STATE + k)
         addresses = addresses | state_address
         states = states + (state_address.to(tl.pointer_type(C)),)
+    master = param
+    if KEPT == table.MASTER:
+        master_address = tl.load(row + table.STATE + N_STATES)
+        addresses = addresses | master_address
+        master = master_address.to(tl.pointer_type(C))
 
     layout = words + tl.load(row + table.LAYOUT)
     is_wide = (addresses % 16 == 0) & (tl.load(layout) == 0)
     whole = tl.where(is_wide, count // 8 * 8, 0)
     # The narrow rest first: what it alone needs is then out of the registers.
-    update_region(grad, param, states, begin, whole, count, layout, factors, scalars, UPDATE, C, NARROW, False)
-    update_region(grad, param, states, begin, 0, whole, layout, factors, scalars, UPDATE, C, LANES, True)
+    update_region(
+        grad, param, states, master, begin, whole, count, layout, factors, scalars, stream,
+        UPDATE, C, KEPT, NARROW, False,
+    )  # fmt: skip
+    update_region(
+        grad, param, states, master, begin, 0, whole, layout, factors, scalars, stream,
+        UPDATE, C, KEPT, LANES, True,
+    )  # fmt: skip
 
 
 @triton.jit
@@ -254,7 +276,7 @@ def step_kernel(
         outcome: ``[OUTCOME]`` float64, laid out above.
         loss_scale: ``[scale.WORDS]`` float64; not touched unless the header asks for it.
         SCALARS, UPDATE: a rule (see :mod:`.rules`).
-        VARIANTS: tuple of (grad dtype, param dtype, compute and state dtype, number of states).
+        VARIANTS: tuple of (grad dtype, param dtype, compute and state dtype, number of states, how the param is kept).
         GRADS: tuple of the distinct (grad dtype, compute dtype).
         BLOCK: elements per program and turn: 4 per thread, so that float32 moves in 16-byte accesses.
     """

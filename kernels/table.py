@@ -28,23 +28,30 @@ FOUND_INF = tl.constexpr(11)  # address of an outer scaler's float32 flag, or 0
 FLAT = tl.constexpr(15)  # the layout of flat memory: no dimensions
 HEADER = tl.constexpr(16)  # words
 
-# Group row: float64 but for the addresses.
+# Group row: float64 but for the addresses and the seed.
 LR = tl.constexpr(0)
 LR_ADDRESS = tl.constexpr(1)  # address of a tensor lr, or 0
 LR_IS_DOUBLE = tl.constexpr(2)  # 1: that tensor is float64, 0: float32
 MAX_NORM = tl.constexpr(3)  # inf: no clipping
 SIGN = tl.constexpr(4)  # -1 to maximize
 HYPER = tl.constexpr(5)  # the rule's own numbers follow
+SEED = tl.constexpr(15)  # int64, of stochastic rounding
 GROUP = tl.constexpr(16)  # words
 
 # Tensor row.
 PARAM = tl.constexpr(0)
 STEP = tl.constexpr(1)  # address of the parameter's float32 count of applied steps, or 0
-STATE = tl.constexpr(2)  # up to three state tensors
-NUMEL = tl.constexpr(5)
-KIND = tl.constexpr(6)  # variant | grad kind << 16 | group << 32
-LAYOUT = tl.constexpr(7)  # word at which the layout starts
-ROW = tl.constexpr(8)  # words
+STATE = tl.constexpr(2)  # up to three state tensors, then the master copy if there is one
+NUMEL = tl.constexpr(6)
+KIND = tl.constexpr(7)  # variant | grad kind << 16 | group << 32
+LAYOUT = tl.constexpr(8)  # word at which the layout starts
+POSITION = tl.constexpr(9)  # the parameter's place in the optimizer
+ROW = tl.constexpr(10)  # words
+
+# How a parameter is kept.
+ROUNDED = tl.constexpr(0)  # stored once, rounded to nearest
+STOCHASTIC = tl.constexpr(1)  # ... stochastically
+MASTER = tl.constexpr(2)  # a copy in the compute dtype is the truth, the parameter its rounding
 
 # Layout: the number of dimensions, then (size, grad stride, param stride) of each, innermost first. None: flat memory.
 DIM = tl.constexpr(3)  # words

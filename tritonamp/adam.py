@@ -25,7 +25,7 @@ class Adam(FusedOptimizer):
         amsgrad: divide by the largest second moment so far.
         maximize: ascend instead.
         decoupled_weight_decay: decay the weights instead of the gradients (AdamW).
-        max_norm, loss_scale, skip_nonfinite, skip_norm, backend: see
+        max_norm, loss_scale, skip_nonfinite, skip_norm, master_weights, rounding, backend: see
             :class:`~tritonamp.optimizer.FusedOptimizer`.
 
     Raises:
@@ -49,6 +49,8 @@ class Adam(FusedOptimizer):
         loss_scale: str | float | LossScale | None = "auto",
         skip_nonfinite: bool = True,
         skip_norm: float | None = None,
+        master_weights: bool = False,
+        rounding: str = "nearest",
         backend: str = "auto",
     ) -> None:
         defaults = {
@@ -67,6 +69,8 @@ class Adam(FusedOptimizer):
             loss_scale=loss_scale,
             skip_nonfinite=skip_nonfinite,
             skip_norm=skip_norm,
+            master_weights=master_weights,
+            rounding=rounding,
             backend=backend,
         )
 
@@ -104,6 +108,8 @@ class AdamW(Adam):
         loss_scale: str | float | LossScale | None = "auto",
         skip_nonfinite: bool = True,
         skip_norm: float | None = None,
+        master_weights: bool = False,
+        rounding: str = "nearest",
         backend: str = "auto",
     ) -> None:
         super().__init__(
@@ -119,5 +125,7 @@ class AdamW(Adam):
             loss_scale=loss_scale,
             skip_nonfinite=skip_nonfinite,
             skip_norm=skip_norm,
+            master_weights=master_weights,
+            rounding=rounding,
             backend=backend,
         )

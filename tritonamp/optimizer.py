@@ -27,7 +27,7 @@ from .backends import (
     choose_backend,
 )
 from .loss_scale import LossScale
-from .plan import Plan, prepare_state
+from .plan import MASTER, Plan, how_kept, prepare_state, state_keys
 from .scaling import as_scalar, make_loss_scale, scale_outputs, unscale_grads
 
 
@@ -45,6 +45,12 @@ class FusedOptimizer(torch.optim.Optimizer):
             number (static) or a :class:`LossScale`: from the start; None: never.
         skip_nonfinite: leave everything as it is when a gradient is inf or NaN.
         skip_norm: skip a step whose norm, before clipping, exceeds this; the loss scale takes it for a good step.
+        master_weights: keep a float32 copy of every float16 or bfloat16 parameter (state ``"master_param"``), which
+            is updated, and of which the parameter is the rounding. What others write to such a parameter (but for
+            writes through ``.data``) is taken over into the copy at the next step.
+        rounding: ``"nearest"``, or ``"stochastic"`` for bfloat16 parameters without master copies: up or down, so
+            that the mean is exact. The random numbers depend on the group option ``rounding_seed`` (by default drawn
+            from torch's generator), the parameter's place, its applied steps and the element, and on nothing else.
         backend: ``"auto"``, ``"triton"`` or ``"torch"``.
 
     Raises:
@@ -64,9 +70,16 @@ class FusedOptimizer(torch.optim.Optimizer):
         loss_scale: str | float | LossScale | None,
         skip_nonfinite: bool,
         skip_norm: float | None,
+        master_weights: bool,
+        rounding: str,
         backend: str,
     ) -> None:
         check_backend(backend)
+        if rounding not in ("nearest", "stochastic"):
+            raise ValueError(f"rounding must be 'nearest' or 'stochastic', got {rounding!r}")
+        if master_weights and rounding == "stochastic":
+            raise ValueError("rounding='stochastic' is for parameters without master copies: master_weights=False")
+        self.master_weights, self.rounding = bool(master_weights), rounding
         self._loss_scale, self._is_armed = make_loss_scale(loss_scale)
         if self._loss_scale is not None and not skip_nonfinite and self._is_armed:
             raise ValueError(
@@ -78,7 +91,10 @@ class FusedOptimizer(torch.optim.Optimizer):
         self._skip_norm = math.inf if skip_norm is None else float(skip_norm)
         self._backend_name = backend
         self._outcome: Tensor | None = None
-        super().__init__(params, {**defaults, "max_norm": max_norm, "loss_scale": self._scale_numbers()})
+        defaults = {**defaults, "max_norm": max_norm, "loss_scale": self._scale_numbers()}
+        if rounding == "stochastic":
+            defaults["rounding_seed"] = int(torch.randint(2**62, ()))
+        super().__init__(params, defaults)
         self._start()
 
     def _start(self) -> None:
@@ -111,6 +127,9 @@ class FusedOptimizer(torch.optim.Optimizer):
             )
         check_at_least_0("lr", lr)
         check_max_norm(group["max_norm"])
+        seed = group.get("rounding_seed", 0)
+        if not isinstance(seed, int) or not 0 <= seed < 2**63:
+            raise ValueError(f"rounding_seed must be an integer in [0, 2**63), got {seed!r}")
 
     def _import_state(self, state: dict[str, Any]) -> None:
         """Complete one parameter's state as loaded from a checkpoint, in place."""
@@ -206,6 +225,7 @@ class FusedOptimizer(torch.optim.Optimizer):
         request = self._request(device)
         self._plan.prepare(self)
         self._backend.step(self, self._plan, request)
+        self._plan.updated_masters()
         self._is_unscaled = False
         if self._loss_scale is not None and request.loss_scale is not None:
             self._loss_scale._end_step(self)
@@ -395,9 +415,12 @@ class FusedOptimizer(torch.optim.Optimizer):
             state = {k: v.detach().clone() if isinstance(v, Tensor) else v for k, v in saved.items()}
             self._import_state(state)
             self.state[param] = state
-            names = self._state_names(group)
-            if names and state:
-                prepare_state(state, param, names)
+            if how_kept(self, param) != MASTER:
+                state.pop("master_param", None)
+            # A master copy that is missing is made by the first step: the parameter may be loaded after this.
+            keys = [key for key in state_keys(self, group, param) if key != "master_param" or key in state]
+            if state:
+                prepare_state(state, param, keys)
         numbers = checkpoint.loss_scale_of(state_dict)
         if numbers is not None and self._loss_scale is not None:
             self._loss_scale.load_state_dict(numbers)
@@ -412,6 +435,8 @@ class FusedOptimizer(torch.optim.Optimizer):
             "_skip_norm",
             "_backend_name",
             "_outcome",
+            "master_weights",
+            "rounding",
         )
         return {**super().__getstate__(), **{name: self.__dict__[name] for name in kept}}
 

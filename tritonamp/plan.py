@@ -24,6 +24,10 @@ _DTYPES = (torch.float16, torch.bfloat16, torch.float32, torch.float64, *_REAL)
 
 Strides = tuple[int, ...]
 
+# How a parameter is kept: rounded to nearest, or stochastically, when it is stored; or as the rounding of a master
+# copy in the compute dtype. `kernels/table.py` has the same numbers.
+ROUNDED, STOCHASTIC, MASTER = 0, 1, 2
+
 
 def real_dtype(dtype: torch.dtype) -> torch.dtype:
     """The dtype of the reals that a tensor is updated as: complex tensors are pairs of them."""
@@ -84,15 +88,19 @@ class Entry(NamedTuple):
     Attributes:
         param, group: the parameter and the number of its group.
         grad_dtype, grad_strides: of its last gradient; expected ones before the first.
-        n_states: how many state tensors its rule has, besides the step counter.
+        position: its place in the optimizer.
+        kept: how it is kept, ``ROUNDED``, ``STOCHASTIC`` or ``MASTER``.
+        n_states: how many state tensors it has, besides the step counter; the last is the master copy, if kept so.
         at: where its step counter stands in the plan's ``state``, the state tensors following; -1 before its
-            first gradient, and where its rule has no state.
+            first gradient, and where there is no state.
     """
 
     param: Tensor
     group: int
     grad_dtype: torch.dtype
     grad_strides: Strides
+    position: int
+    kept: int
     n_states: int
     at: int
 
@@ -122,6 +130,7 @@ class Plan:
         self._found: tuple[Any, ...] | None = None  # None: something has changed since the entries were made
         self._keys: list[tuple[int, tuple[str, ...]]] = []  # place in the optimizer's state, and the keys used there
         self._state_refs: list[weakref.ref[Tensor]] = []
+        self._versions: dict[int, int] = {}  # of the parameters that have a master copy, after the last step
         self._has_complex = False
 
     @property
@@ -144,13 +153,13 @@ class Plan:
         try:
             facts = _facts([grad for grad in grads if grad is not None])
         except (RuntimeError, NotImplementedError):  # sparse gradients have no strides
-            _check(all_params, all_grads, used)
+            _check(optimizer, all_params, all_grads, used)
             raise
         ids = list(map(id, params))
         old = self._grad_facts if ids == self._ids else [None] * len(params)
         is_known = self._found is not None and facts == list(compress(old, has_grad))
         if not is_known or self._find(optimizer, params) != self._found:
-            _check(all_params, all_grads, used)
+            _check(optimizer, all_params, all_grads, used)
             self._found = None
             new = iter(facts)
             self._grad_facts = [next(new) if has else known for has, known in zip(has_grad, old, strict=True)]
@@ -165,10 +174,28 @@ class Plan:
             self._rebuild(optimizer)
             self._found = self._find(optimizer, [entry.param for entry in self.entries])
         self._resolve()
+        if optimizer.master_weights:
+            self._follow_params()
 
     def release(self) -> None:
         """Let go of gradients and state."""
         self.grads, self.state = [], []
+
+    def updated_masters(self) -> None:
+        """To be called after a step: from here on, who else writes to a parameter with a master copy is noticed."""
+        self._versions = {i: e.param._version for i, e in enumerate(self.entries) if e.kept == MASTER}
+
+    @torch.no_grad()
+    def _follow_params(self) -> None:
+        """Take over into the master copies what others have written to the parameters since the last step.
+
+        Weights that were loaded, clamped, initialised anew: where a parameter is not its master's rounding any more.
+        """
+        for i, entry in enumerate(self.entries):
+            if entry.kept == MASTER and entry.at >= 0 and self._versions.get(i) != entry.param._version:
+                master = self.state_of(entry)[1][-1]
+                is_rounding = master.to(entry.param.dtype) == entry.param
+                master.copy_(torch.where(is_rounding, master, entry.param.to(master.dtype)))
 
     def state_of(self, entry: Entry) -> tuple[Tensor | None, list[Tensor]]:
         """Step counter and state tensors of an entry; during a step only."""
@@ -204,27 +231,29 @@ class Plan:
         self.state = state
         options = [(len(group["params"]), optimizer._state_names(group)) for group in optimizer.param_groups]
         places = list(map(id, optimizer.state))
-        return _facts(params), list(map(Tensor.data_ptr, params)), places, addresses, options
+        kept = (optimizer.master_weights, optimizer.rounding)
+        return _facts(params), list(map(Tensor.data_ptr, params)), places, addresses, options, kept
 
     def _rebuild(self, optimizer: FusedOptimizer) -> None:
-        self.entries, self._keys, self._state_refs = [], [], []
+        self.entries, self._keys, self._state_refs, self._versions = [], [], [], {}
         numbered = [(n, param) for n, group in enumerate(optimizer.param_groups) for param in group["params"]]
-        names = [optimizer._state_names(group) for group in optimizer.param_groups]
-        at = 0
-        for number, param in compress(numbered, self._used):
-            index, keys = len(self.entries), names[number]
-            has_state = bool(keys) and (self.grads[index] is not None or bool(optimizer.state.get(param)))
+        at, keys_of = 0, []
+        for position, (number, param) in compress(enumerate(numbered), self._used):
+            index, kept = len(self.entries), how_kept(optimizer, param)
+            keys = state_keys(optimizer, optimizer.param_groups[number], param)
+            needs_state = bool(keys) or kept == STOCHASTIC
+            has_state = needs_state and (self.grads[index] is not None or bool(optimizer.state.get(param)))
             if has_state:
                 prepare_state(optimizer.state[param], param, keys)
+                keys_of.append((param, keys))
             dtype, strides = getattr(param, "grad_dtype", None) or param.dtype, param.stride()
             if self._grad_facts[index] is not None:
                 dtype, _, _, strides = self._grad_facts[index]
-            self.entries.append(Entry(param, number, dtype, strides, len(keys), at if has_state else -1))
+            entry = Entry(param, number, dtype, strides, position, kept, len(keys), at if has_state else -1)
+            self.entries.append(entry)
             at += (1 + len(keys)) * has_state
         places = {id(param): place for place, param in enumerate(optimizer.state)}
-        for entry in self.entries:
-            if entry.at >= 0:
-                self._keys.append((places[id(entry.param)], ("step", *names[entry.group])))
+        self._keys = [(places[id(param)], ("step", *keys)) for param, keys in keys_of]
         self._has_complex = any(entry.param.is_complex() for entry in self.entries)
         self.generation += 1
 
@@ -244,6 +273,19 @@ def _facts(tensors: Sequence[Tensor]) -> list[tuple[Any, ...]]:
     return list(zip(map(_dtype, tensors), *(map(fact, tensors) for fact in of_each), strict=True))
 
 
+def how_kept(optimizer: FusedOptimizer, param: Tensor) -> int:
+    """``ROUNDED``, ``STOCHASTIC`` or ``MASTER``: how the optimizer keeps a parameter."""
+    if real_dtype(param.dtype) == compute_dtype(param):
+        return ROUNDED  # as it is computed
+    return MASTER if optimizer.master_weights else STOCHASTIC if optimizer.rounding == "stochastic" else ROUNDED
+
+
+def state_keys(optimizer: FusedOptimizer, group: dict[str, Any], param: Tensor) -> tuple[str, ...]:
+    """Keys of a parameter's state tensors, ``"step"`` apart."""
+    names = optimizer._state_names(group)
+    return (*names, "master_param") if how_kept(optimizer, param) == MASTER else names
+
+
 def prepare_state(state: dict[str, Any], param: Tensor, names: Sequence[str]) -> None:
     """Bring step counter and state tensors into the form the kernels take: made if missing, converted if need be."""
     step = state.get("step")
@@ -252,8 +294,10 @@ def prepare_state(state: dict[str, Any], param: Tensor, names: Sequence[str]) ->
     state["step"] = step.detach().to(device=param.device, dtype=torch.float32).reshape(())
     dtype, strides = state_dtype(param), dense_strides(param)
     for name in names:
-        tensor = state.get(name)
+        tensor = state.get(name, param.detach() if name == "master_param" else None)
         if tensor is None:
+            if name == "momentum_buffer":  # its first step is not dampened
+                state["step"] = torch.zeros_like(state["step"])
             state[name] = torch.zeros_like(param, dtype=dtype, memory_format=torch.preserve_format)
             continue
         if tensor.shape != param.shape:
@@ -262,13 +306,17 @@ def prepare_state(state: dict[str, Any], param: Tensor, names: Sequence[str]) ->
             state[name] = torch.empty_strided(param.shape, strides, dtype=dtype, device=param.device).copy_(tensor)
 
 
-def _check(params: Sequence[Tensor], grads: Sequence[Tensor | None], used: Sequence[bool]) -> None:
+def _check(
+    optimizer: FusedOptimizer, params: Sequence[Tensor], grads: Sequence[Tensor | None], used: Sequence[bool]
+) -> None:
     """Raise for the first parameter or gradient that is used and cannot be updated."""
     device = next((param.device for param in compress(params, used)), None)
     for i, (param, grad) in enumerate(zip(params, grads, strict=True)):
         if used[i]:
             which = f"parameter {i} (shape {tuple(param.shape)}, {param.dtype}, {param.device})"
             _check_param(which, param, device)
+            if param.dtype == torch.float16 and how_kept(optimizer, param) == STOCHASTIC:
+                raise TypeError(f"{which}: rounding='stochastic' is for bfloat16 parameters; use master_weights=True")
             if grad is not None:
                 _check_grad(which, param, grad)
 

@@ -24,7 +24,7 @@ class SGD(FusedOptimizer):
         weight_decay: L2 penalty; >= 0.
         nesterov: Nesterov momentum; needs a momentum and no dampening.
         maximize: ascend instead.
-        max_norm, loss_scale, skip_nonfinite, skip_norm, backend: see
+        max_norm, loss_scale, skip_nonfinite, skip_norm, master_weights, rounding, backend: see
             :class:`~tritonamp.optimizer.FusedOptimizer`.
 
     Raises:
@@ -47,6 +47,8 @@ class SGD(FusedOptimizer):
         loss_scale: str | float | LossScale | None = "auto",
         skip_nonfinite: bool = True,
         skip_norm: float | None = None,
+        master_weights: bool = False,
+        rounding: str = "nearest",
         backend: str = "auto",
     ) -> None:
         defaults = {
@@ -64,6 +66,8 @@ class SGD(FusedOptimizer):
             loss_scale=loss_scale,
             skip_nonfinite=skip_nonfinite,
             skip_norm=skip_norm,
+            master_weights=master_weights,
+            rounding=rounding,
             backend=backend,
         )
 
@@ -85,19 +89,20 @@ class SGD(FusedOptimizer):
 
     def _import_state(self, state: dict[str, Any]) -> None:
         if state.get("momentum_buffer") is None:
-            state.clear()
+            state.pop("momentum_buffer", None)
         else:
             state.setdefault("step", 1.0)  # a loaded buffer counts as seeded
 
     def state_dict(self) -> dict[str, Any]:
         """As torch's: a momentum buffer per parameter, once an applied step has seeded it. Waits for the device."""
         state_dict = super().state_dict()
-        # The count of steps is ours alone: which buffers are seeded is known on the device only.
+        # The count of steps is ours alone: which buffers are seeded is known on the device only. Stochastic rounding
+        # takes its random numbers by it.
         steps = {number: state["step"] for number, state in state_dict["state"].items() if "step" in state}
         counts = torch.stack(list(steps.values())).tolist() if steps else []
         unseeded = {number for number, count in zip(steps, counts, strict=True) if count == 0}
         state = {
-            number: {key: value for key, value in of_param.items() if key != "step"}
+            number: {k: value for k, value in of_param.items() if k != "step" or self.rounding == "stochastic"}
             for number, of_param in state_dict["state"].items()
             if number not in unseeded
         }

@@ -16,15 +16,16 @@ import triton
 import triton.language as tl
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
-from tritonamp.kernels import rules, step
+from tritonamp.kernels import rules, step, table
 
 from tritonamp.backends.triton import BLOCK, compile_options
 
 Dtype = Any  # Triton's, which has no types
 Accesses = Counter[tuple[str, int]]  # by kind, "load" or "store", and bytes
-Variant = tuple[Dtype, Dtype, Dtype, int]  # of grad, param, computation and state; number of states
+Variant = tuple[Dtype, Dtype, Dtype, int, int]  # of grad, param, computation and state; number of states; how kept
 
-F32, F64 = tl.float32, tl.float64
+F32, F64, BF16 = tl.float32, tl.float64, tl.bfloat16
+ROUNDED, STOCHASTIC, MASTER = table.ROUNDED.value, table.STOCHASTIC.value, table.MASTER.value
 SINGLE_OR_HALF = {"f32": tl.float32, "f16": tl.float16, "bf16": tl.bfloat16}
 
 TARGETS = {
@@ -35,22 +36,24 @@ TARGETS = {
 }
 
 MIXES: dict[str, tuple[Any, tuple[Variant, ...]]] = {
-    "sgd": (rules.SGD, ((F32, F32, F32, 0),)),
-    "sgd_momentum": (rules.SGD, ((F32, F32, F32, 1),)),
-    "sgd_f64": (rules.SGD, ((F64, F64, F64, 1),)),
+    "sgd": (rules.SGD, ((F32, F32, F32, 0, ROUNDED),)),
+    "sgd_momentum": (rules.SGD, ((F32, F32, F32, 1, ROUNDED),)),
+    "sgd_f64": (rules.SGD, ((F64, F64, F64, 1, ROUNDED),)),
     **{
-        f"adam_{grad}_{param}": (rules.ADAM, ((SINGLE_OR_HALF[grad], SINGLE_OR_HALF[param], F32, 2),))
+        f"adam_{grad}_{param}": (rules.ADAM, ((SINGLE_OR_HALF[grad], SINGLE_OR_HALF[param], F32, 2, ROUNDED),))
         for grad, param in itertools.product(SINGLE_OR_HALF, repeat=2)
     },
-    "adam_f64": (rules.ADAM, ((F64, F64, F64, 2),)),
-    "amsgrad": (rules.ADAM, ((F32, F32, F32, 3),)),
+    "adam_f64": (rules.ADAM, ((F64, F64, F64, 2, ROUNDED),)),
+    "adam_master": (rules.ADAM, ((BF16, BF16, F32, 2, MASTER),)),
+    "adam_stochastic": (rules.ADAM, ((BF16, BF16, F32, 2, STOCHASTIC),)),
+    "amsgrad": (rules.ADAM, ((F32, F32, F32, 3, ROUNDED),)),
     "mixed": (
         rules.ADAM,
         (
-            (tl.bfloat16, tl.bfloat16, F32, 2),
-            (tl.float16, F32, F32, 3),
-            (F32, F32, F32, 2),
-            (F64, F64, F64, 2),
+            (BF16, BF16, F32, 2, ROUNDED),
+            (tl.float16, F32, F32, 3, ROUNDED),
+            (F32, F32, F32, 2, ROUNDED),
+            (F64, F64, F64, 2, ROUNDED),
         ),
     ),
 }
@@ -60,7 +63,7 @@ CASES = [
     *[("step", mix, "sm90") for mix in MIXES],
     *[
         ("step", mix, target)
-        for mix in ("adam_f32_f32", "adam_bf16_bf16", "mixed")
+        for mix in ("adam_f32_f32", "adam_bf16_bf16", "adam_master", "adam_stochastic", "mixed")
         for target in ("sm80", "sm100", "gfx942")
     ],
     *[(kernel, "mixed", target) for kernel in ("statistics", "apply") for target in ("sm90", "gfx942")],
@@ -71,7 +74,7 @@ POINTERS = {"words": "*i64", "partials": "*fp64", "counters": "*i32", "outcome":
 
 
 def grad_kinds(variants: tuple[Variant, ...]) -> tuple[tuple[Dtype, Dtype], ...]:
-    return tuple(dict.fromkeys((grad, compute) for grad, _, compute, _ in variants))
+    return tuple(dict.fromkeys((grad, compute) for grad, _, compute, *_ in variants))
 
 
 def source_of(kernel: str, rule: Any, variants: tuple[Variant, ...]) -> ASTSource:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections import Counter
 
 import pytest
-from codegen.compile import CASES, MIXES, Accesses, Dtype, Variant, compiled, grad_kinds
+from codegen.compile import CASES, MASTER, MIXES, Accesses, Dtype, Variant, compiled, grad_kinds
 from tritonamp.kernels.norm import UNROLL
 
 pytestmark = pytest.mark.compiled
@@ -16,10 +16,14 @@ def size(dtype: Dtype) -> int:
 
 
 def once(variant: Variant, elements: int) -> Accesses:
-    """One load and one store of everything, for that many elements per thread; gradients are only loaded."""
-    grad, param, compute, states = variant
-    loads = [elements * size(grad), elements * size(param), *[elements * size(compute)] * states]
-    return Counter([("load", n) for n in loads] + [("store", n) for n in loads[1:]])
+    """One load and one store of everything, for that many elements per thread.
+
+    Gradients are only loaded; parameters that have a master copy, which is as wide as state, are only stored.
+    """
+    grad, param, compute, states, kept = variant
+    both = [elements * size(compute)] * (states + (kept == MASTER))
+    loads = [elements * size(grad), *both] + [elements * size(param)] * (kept != MASTER)
+    return Counter([("load", n) for n in loads] + [("store", n) for n in [elements * size(param), *both]])
 
 
 def wide_loops(kernel: str, variants: tuple[Variant, ...]) -> list[Accesses]:

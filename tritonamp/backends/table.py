@@ -12,7 +12,7 @@ from torch import Tensor
 
 from tritonamp.kernels import table as kernel_table
 
-from ..plan import Entry, Plan, compute_dtype, layout_of, real_dtype
+from ..plan import MASTER, Entry, Plan, compute_dtype, layout_of, real_dtype
 
 if TYPE_CHECKING:
     from ..optimizer import FusedOptimizer
@@ -25,12 +25,20 @@ TARGET_CHUNKS = 8192  # enough to keep a large device busy to the end, few enoug
 
 
 class Variant(NamedTuple):
-    """What a kernel is specialised on: dtypes of grad, param, computation and state; number of state tensors."""
+    """What a kernel is specialised on.
+
+    Attributes:
+        grad, param: dtypes.
+        compute: dtype of computation and state.
+        states: how many state tensors the rule has.
+        kept: how the parameter is kept, as in ``plan.py``.
+    """
 
     grad: torch.dtype
     param: torch.dtype
     compute: torch.dtype
     states: int
+    kept: int
 
 
 class _At:
@@ -50,8 +58,9 @@ def chunk_size(numel: int) -> int:
 
 def variant_of(entry: Entry) -> Variant:
     """The variant of a parameter, whether it has a gradient by now or not."""
-    param = entry.param
-    return Variant(real_dtype(entry.grad_dtype), real_dtype(param.dtype), compute_dtype(param), entry.n_states)
+    param, kept = entry.param, entry.kept
+    n_states = entry.n_states - (kept == MASTER)
+    return Variant(real_dtype(entry.grad_dtype), real_dtype(param.dtype), compute_dtype(param), n_states, kept)
 
 
 def grad_kinds(variants: Sequence[Variant]) -> tuple[tuple[torch.dtype, torch.dtype], ...]:
@@ -87,7 +96,7 @@ class Table:
         for row, entry, numel in zip(rows, entries, numels, strict=True):
             variant = variant_of(entry)
             kind = kinds.index((variant.grad, variant.compute))
-            row[_AT.PARAM], row[_AT.NUMEL] = entry.param.data_ptr(), numel
+            row[_AT.PARAM], row[_AT.NUMEL], row[_AT.POSITION] = entry.param.data_ptr(), numel, entry.position
             row[_AT.KIND] = variants.index(variant) | kind << 16 | entry.group << 32
             step, states = plan.state_of(entry)
             row[_AT.STEP] = 0 if step is None else step.data_ptr()
@@ -143,6 +152,7 @@ class Table:
                 real[_AT.LR] = float(lr)
             real[_AT.MAX_NORM] = np.inf if max_norm is None else max_norm
             real[_AT.SIGN] = -1.0 if group["maximize"] else 1.0
+            row[_AT.SEED] = group.get("rounding_seed", 0)
             hyper = optimizer._hyper(group)
             real[_AT.HYPER : _AT.HYPER + len(hyper)] = hyper
 

@@ -17,7 +17,8 @@ from torch import Tensor
 
 from ..loss_scale import FOUND_INF as RECORDED_INF
 from ..loss_scale import SCALE, advance
-from ..plan import Entry, Plan, compute_dtype, layout_of, real_dtype
+from ..plan import MASTER, STOCHASTIC, Entry, Plan, compute_dtype, dense_strides, layout_of, real_dtype
+from ..rounding import noise, round_stochastically
 from . import CONSECUTIVE_SKIPS, FOUND_INF, GRAD_NORM, PENDING_INF, SKIPPED, SKIPPED_STEPS, Request
 
 if TYPE_CHECKING:
@@ -200,9 +201,12 @@ def _run_plain(
             entry.param.grad = grad = grad.clone(memory_format=torch.contiguous_format)
         _as_real(grad).copy_(g)
     step = 1.0 if counter is None else float(counter.add_(1))
-    p = param.to(dtype)
+    *states, p = states if entry.kept == MASTER else (*states, param.to(dtype))
     update(group, p, -g if group["maximize"] else g, list(map(_as_real, states)), step)
-    if p is not param:
+    if entry.kept == STOCHASTIC:
+        random = noise(group["rounding_seed"], entry.position, int(step), param.numel(), param.device)
+        param.copy_(round_stochastically(p, random.as_strided(param.shape, dense_strides(param))))
+    elif p is not param:
         param.copy_(p)
 
 

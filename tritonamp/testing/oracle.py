@@ -24,6 +24,8 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
+from tritonamp.plan import dense_strides
+from tritonamp.rounding import noise, round_stochastically
 from tritonamp.testing.bounds import Bounded, Format, assert_within
 from tritonamp.testing.scale import ScaleState, next_scale, round_to_float32
 
@@ -109,6 +111,8 @@ def _sgd(p: Bounded, g: Bounded, state: Numbers, group: Mapping[str, Any]) -> tu
         return Bounded.constant(x, p.form)
 
     momentum = number(group["momentum"])
+    if "step" in state:  # where stochastic rounding goes by it
+        state = {**state, "step": Bounded.exact(state["step"].value + 1, p.form)}
     if group["weight_decay"] != 0:
         g = g + number(group["weight_decay"]) * p
     if group["momentum"] != 0:
@@ -160,13 +164,20 @@ def _unscaled(grad: Bounded, inv_scale: float, form: Format) -> Bounded:
 
 
 def _update(
-    param: Tensor, grad: Tensor, state: Mapping[str, Any], group: Mapping[str, Any], inv_scale: float, norm: float
+    param: Tensor,
+    grad: Tensor,
+    state: Mapping[str, Any],
+    group: Mapping[str, Any],
+    inv_scale: float,
+    norm: float,
+    position: int,
 ) -> tuple[Bounded, Numbers]:
     """One parameter's update: unscale, clip, then the rule that the group's keys ask for."""
     dtype = _compute_dtype(param)
     form = Format.of_computation(dtype)
     p, numbers = _kept(param, state)
-    has_master = "master_param" in numbers or bool(group.get("master_weights"))
+    is_low = _reals(param).dtype != dtype
+    has_master = is_low and ("master_param" in numbers or bool(group.get("master_weights")))
     p = numbers.pop("master_param", p)
     g = _unscaled(Bounded.exact(_reals(grad).to(dtype), form), inv_scale, form)
     coefficient = _clip_coefficient(group.get("max_norm"), norm, form)
@@ -177,8 +188,26 @@ def _update(
     p, numbers = (_adam if "betas" in group else _sgd)(p, g, numbers, group)
     if has_master:
         numbers["master_param"] = p
-    ulps = 1.0 if group.get("rounding") == "stochastic" else 0.5
-    return p.stored(_reals(param).dtype, ulps), numbers
+    if is_low and group.get("rounding") == "stochastic":
+        step = int(state["step"]) + 1 if "step" in state else 1
+        return _stochastically_stored(p, noise(group["rounding_seed"], position, step, param.numel()), param), numbers
+    return p.stored(_reals(param).dtype), numbers
+
+
+def _stochastically_stored(p: Bounded, random: Tensor, param: Tensor) -> Bounded:
+    """Rounded to bfloat16 with the random bits that belong to this step: from any number within the error.
+
+    Rounding with given bits is monotonic, so that the ends of the interval bound the result.
+    """
+    random = random.as_strided(param.shape, dense_strides(param))
+    low, high = (
+        round_stochastically(end.to(torch.float32), random).double() for end in (p.value - p.error, p.value + p.error)
+    )
+    known = p.error.isfinite()
+    middle, error = (low + high) / 2, (high - low) / 2
+    same = (low == high) | (low.isnan() & high.isnan())
+    value = torch.where(known, torch.where(same, low, middle), p.value)
+    return Bounded(value, torch.where(same, 0.0, torch.where(known, error, math.inf)), Format.of(param.dtype))
 
 
 def _kept(param: Tensor, state: Mapping[str, Any]) -> tuple[Bounded, Numbers]:
@@ -223,7 +252,8 @@ def step(
         states: for each parameter its state, with the keys of ``torch.optim`` and ``master_param``. An absent
             ``momentum_buffer`` has not been seeded.
         groups: for each parameter the options of its group: those of ``torch.optim.Adam`` (with ``betas``) or
-            ``torch.optim.SGD`` (without), and optionally ``max_norm``, ``rounding``, ``master_weights``.
+            ``torch.optim.SGD`` (without), and optionally ``max_norm``, ``rounding`` with ``rounding_seed``,
+            ``master_weights``.
         scale: the loss scale: dynamic, fixed, or none.
         unscaled: the gradients have been unscaled before; the loss scale still advances.
         found_inf: an overflow that was seen elsewhere.
@@ -247,8 +277,8 @@ def step(
     outputs = [
         _kept(param, state)
         if skipped or grad is None or grad.numel() == 0
-        else _update(param, grad, state, group, inv_scale, norm)
-        for param, grad, state, group in zip(params, grads, states, groups, strict=True)
+        else _update(param, grad, state, group, inv_scale, norm, position)
+        for position, (param, grad, state, group) in enumerate(zip(params, grads, states, groups, strict=True))
     ]
     reported = _reported(norm)
     return Step(
@@ -285,6 +315,9 @@ class Expectation:
         for i, param in enumerate(params):
             assert_within(param, self.step.params[i], self.step.param_errors[i], f"param {i}")
             self._check_state(i, states.get(i, {}))
+            master = states.get(i, {}).get("master_param")
+            if master is not None and not torch.equal(master.to(param.dtype).nan_to_num(), param.nan_to_num()):
+                raise AssertionError(f"param {i} is not the rounding of its master copy")
         if hasattr(self.optimizer, "grad_norm"):
             self._check_report(self.optimizer)
 
