@@ -49,8 +49,9 @@ class FusedOptimizer(torch.optim.Optimizer):
             is updated, and of which the parameter is the rounding. What others write to such a parameter (but for
             writes through ``.data``) is taken over into the copy at the next step.
         rounding: ``"nearest"``, or ``"stochastic"`` for bfloat16 parameters without master copies: up or down, so
-            that the mean is exact. The random numbers depend on the group option ``rounding_seed`` (by default drawn
-            from torch's generator), the parameter's place, its applied steps and the element, and on nothing else.
+            that the mean is exact. The random numbers depend on the group option ``rounding_seed`` (0, or any other
+            that is the same in all processes), the parameter's place, its applied steps and the element, and on
+            nothing else.
         backend: ``"auto"``, ``"triton"`` or ``"torch"``.
 
     Raises:
@@ -93,7 +94,7 @@ class FusedOptimizer(torch.optim.Optimizer):
         self._outcome: Tensor | None = None
         defaults = {**defaults, "max_norm": max_norm, "loss_scale": self._scale_numbers()}
         if rounding == "stochastic":
-            defaults["rounding_seed"] = int(torch.randint(2**62, ()))
+            defaults["rounding_seed"] = 0  # not drawn: replicas have to agree
         super().__init__(params, defaults)
         self._start()
 
