@@ -9,8 +9,9 @@
    in the L2 cache
 5. the last program out writes what the launch changes besides: loss scale, step counters, outcome
 
-``statistics_kernel`` and ``apply_kernel`` are the two halves, for where something must happen in between, or where
-a cooperative launch is not to be had. ``apply_kernel`` alone is the step when there is nothing to wait for.
+``statistics_kernel`` and ``apply_kernel`` are the two halves, for where a cooperative launch is not to be had, or
+where ranks have to agree in between: on what ``sums_kernel`` makes of the partials. ``apply_kernel`` alone is the
+step when there is nothing to wait for.
 """
 
 import triton
@@ -66,17 +67,23 @@ def gather_statistics(words, partials, inv_scale, GRADS: tl.constexpr, BLOCK: tl
 @triton.jit
 def decide(words, partials, outcome, inv_scale, BLOCK: tl.constexpr):
     """Phase 3: ``(norm, skip)``, the same in every program. One writes down what was found."""
-    total = add_up(partials, tl.load(words + table.N_CHUNKS).to(tl.int32), BLOCK)
+    total = add_up(partials, tl.load(words + table.N_SUMS).to(tl.int32), BLOCK)
     norm = tl.sqrt(total) * inv_scale
-    found_inf = (total < float("inf")) == 0
-    found_inf = found_inf | (tl.load(outcome + PENDING_INF) != 0)
-    address = tl.load(words + table.FOUND_INF)
-    if address != 0:
-        found_inf = found_inf | (tl.load(address.to(tl.pointer_type(tl.float32))) != 0)
+    found_inf = ((total < float("inf")) == 0) | was_found(words, outcome)
     skip = found_inf & (tl.load(words + table.SKIP_NONFINITE) != 0)
     skip = skip | (norm > tl.load(as_float64(words) + table.SKIP_NORM))
     report(outcome, norm, found_inf, skip)
     return norm, skip
+
+
+@triton.jit
+def was_found(words, outcome):
+    """Whether an inf or NaN was seen before this launch: by unscaling in place, or by an outer scaler."""
+    found_inf = tl.load(outcome + PENDING_INF) != 0
+    address = tl.load(words + table.FOUND_INF)
+    if address != 0:
+        found_inf = found_inf | (tl.load(address.to(tl.pointer_type(tl.float32))) != 0)
+    return found_inf
 
 
 @triton.jit
@@ -296,11 +303,40 @@ def statistics_kernel(words, partials, loss_scale, GRADS: tl.constexpr, BLOCK: t
 
 
 @triton.jit
+def sums_kernel(words, partials, outcome, sums, BLOCK: tl.constexpr):
+    """Between the halves, where ranks have to agree: what each gives. For one program.
+
+    Writes to ``sums``, ``[slots, 2]`` float64: for each slot the sum of the partials that count, and 0, or NaN where
+    there is an inf or NaN besides.
+    """
+    n_chunks = tl.load(words + table.N_CHUNKS).to(tl.int32)
+    chunks = words + tl.load(words + table.CHUNKS)
+    rows = words + tl.load(words + table.ROWS)
+    lanes = tl.arange(0, BLOCK)
+    for slot in range(tl.load(words + table.N_SLOTS).to(tl.int32)):
+        total = tl.zeros([BLOCK], tl.float64)
+        flag = tl.zeros([BLOCK], tl.float64)
+        for start in range(0, n_chunks, BLOCK):
+            mask = start + lanes < n_chunks
+            tensor = tl.load(chunks + start + lanes, mask=mask, other=0) >> 32
+            share = tl.load(rows + tensor * table.ROW + table.SHARE, mask=mask, other=-1)
+            partial = tl.load(partials + start + lanes, mask=mask, other=0.0)
+            total += tl.where(share == slot * 2 + 1, partial, 0.0)
+            flag += tl.where(share == slot * 2, partial - partial, 0.0)
+        tl.store(sums + slot * 2, tl.sum(total))
+        tl.store(sums + slot * 2 + 1, tl.sum(flag))
+    if was_found(words, outcome):
+        tl.store(sums + 1, float("nan"))
+
+
+@triton.jit
 def apply_kernel(
     words, partials, counters, outcome, loss_scale,
     SCALARS: tl.constexpr, UPDATE: tl.constexpr, VARIANTS: tl.constexpr, BLOCK: tl.constexpr, DECIDE: tl.constexpr,
 ):  # fmt: skip
     """The second half: phases 3 to 5 of :func:`step_kernel`, with the same arguments.
+
+    ``partials`` may be what ranks have agreed on instead: ``[header[N_SUMS]]`` float64.
 
     Without ``DECIDE`` nothing was gathered: no norm (NaN), no clipping, no skipping.
     """

@@ -25,6 +25,8 @@ SKIP_NONFINITE = tl.constexpr(8)  # 1: a non-finite gradient skips the step
 SKIP_NORM = tl.constexpr(9)  # float64: a larger norm skips the step
 GRAD_SCALE = tl.constexpr(10)  # address of an outer scaler's float32 scale, or 0
 FOUND_INF = tl.constexpr(11)  # address of an outer scaler's float32 flag, or 0
+N_SUMS = tl.constexpr(12)  # how many numbers add up to the square of the norm: the partials, or what ranks agreed on
+N_SLOTS = tl.constexpr(13)  # of `sums_kernel`
 FLAT = tl.constexpr(15)  # the layout of flat memory: no dimensions
 HEADER = tl.constexpr(16)  # words
 
@@ -46,7 +48,8 @@ NUMEL = tl.constexpr(6)
 KIND = tl.constexpr(7)  # variant | grad kind << 16 | group << 32
 LAYOUT = tl.constexpr(8)  # word at which the layout starts
 POSITION = tl.constexpr(9)  # the parameter's place in the optimizer
-ROW = tl.constexpr(10)  # words
+SHARE = tl.constexpr(10)  # slot << 1 | whether its sum counts
+ROW = tl.constexpr(11)  # words
 
 # How a parameter is kept.
 ROUNDED = tl.constexpr(0)  # stored once, rounded to nearest

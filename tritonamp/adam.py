@@ -4,13 +4,16 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
-from typing import Any, ClassVar
+from typing import TYPE_CHECKING, Any, ClassVar
 
 from torch import Tensor
 from torch.optim.optimizer import ParamsT
 
 from .loss_scale import LossScale
 from .optimizer import FusedOptimizer, check_at_least_0
+
+if TYPE_CHECKING:
+    from torch.distributed import ProcessGroup
 
 
 class Adam(FusedOptimizer):
@@ -25,7 +28,7 @@ class Adam(FusedOptimizer):
         amsgrad: divide by the largest second moment so far.
         maximize: ascend instead.
         decoupled_weight_decay: decay the weights instead of the gradients (AdamW).
-        max_norm, loss_scale, skip_nonfinite, skip_norm, master_weights, rounding, backend: see
+        max_norm, loss_scale, skip_nonfinite, skip_norm, master_weights, rounding, process_group, backend: see
             :class:`~tritonamp.optimizer.FusedOptimizer`.
 
     Raises:
@@ -51,6 +54,7 @@ class Adam(FusedOptimizer):
         skip_norm: float | None = None,
         master_weights: bool = False,
         rounding: str = "nearest",
+        process_group: ProcessGroup | None = None,
         backend: str = "auto",
     ) -> None:
         defaults = {
@@ -71,6 +75,7 @@ class Adam(FusedOptimizer):
             skip_norm=skip_norm,
             master_weights=master_weights,
             rounding=rounding,
+            process_group=process_group,
             backend=backend,
         )
 
@@ -110,6 +115,7 @@ class AdamW(Adam):
         skip_norm: float | None = None,
         master_weights: bool = False,
         rounding: str = "nearest",
+        process_group: ProcessGroup | None = None,
         backend: str = "auto",
     ) -> None:
         super().__init__(
@@ -127,5 +133,6 @@ class AdamW(Adam):
             skip_norm=skip_norm,
             master_weights=master_weights,
             rounding=rounding,
+            process_group=process_group,
             backend=backend,
         )

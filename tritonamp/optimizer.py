@@ -26,6 +26,7 @@ from .backends import (
     check_backend,
     choose_backend,
 )
+from .distributed import Agreement
 from .loss_scale import LossScale
 from .plan import MASTER, Plan, how_kept, prepare_state, state_keys
 from .scaling import as_scalar, make_loss_scale, scale_outputs, unscale_grads
@@ -52,6 +53,10 @@ class FusedOptimizer(torch.optim.Optimizer):
             that the mean is exact. The random numbers depend on the group option ``rounding_seed`` (0, or any other
             that is the same in all processes), the parameter's place, its applied steps and the element, and on
             nothing else.
+        process_group: ranks of ``torch.distributed`` that hold other parameters, as plain tensors or in other meshes:
+            pipeline stages, experts, a sharding scheme of one's own. Norm and inf or NaN are those of all of them, and
+            the loss scale of the first is taken over. Every rank then has to call ``step()``, with gradients or
+            without. Not for replicas (DDP), whose squares would be added up; not needed for DTensors.
         backend: ``"auto"``, ``"triton"`` or ``"torch"``.
 
     Raises:
@@ -73,9 +78,13 @@ class FusedOptimizer(torch.optim.Optimizer):
         skip_norm: float | None,
         master_weights: bool,
         rounding: str,
+        process_group: Any,
         backend: str,
     ) -> None:
         check_backend(backend)
+        if process_group is not None and not hasattr(process_group, "rank"):
+            raise TypeError(f"process_group must be a torch.distributed.ProcessGroup or None, got {process_group!r}")
+        self.process_group = process_group
         if rounding not in ("nearest", "stochastic"):
             raise ValueError(f"rounding must be 'nearest' or 'stochastic', got {rounding!r}")
         if master_weights and rounding == "stochastic":
@@ -106,6 +115,7 @@ class FusedOptimizer(torch.optim.Optimizer):
         self._has_outer_scaler = False
         self._is_unscaled: bool = self.__dict__.get("_is_unscaled", False)  # by unscale_(); copied with the gradients
         self._loading: dict[str, Any] | None = None  # the checkpoint, while it is loaded
+        self._is_agreed = False  # the loss scale, among the ranks
         if self._loss_scale is not None:
             self._loss_scale._optimizers.add(self)
 
@@ -183,7 +193,7 @@ class FusedOptimizer(torch.optim.Optimizer):
         if self._is_unscaled or self._loss_scale is None or not self._is_armed:
             return
         if self._plan.look(self):
-            found_inf = torch.zeros(1, dtype=torch.float32, device=self._plan.device)
+            found_inf = torch.zeros(1, dtype=torch.float32, device=self._device())
             inv_scale = self._scale_state()[0].reciprocal().to(torch.float32)
             unscale_grads(self._params(), inv_scale, found_inf)
             self._outcome_state()[PENDING_INF] += found_inf[0]
@@ -216,8 +226,7 @@ class FusedOptimizer(torch.optim.Optimizer):
 
     def _apply(self) -> None:
         """The step, from the gradients that the plan has found."""
-        device = self._plan.device
-        assert device is not None
+        device = self._device()
         is_new = self._backend is None or self._backend.device != device or self._plan.is_stale
         if is_new and device.type == "cuda" and torch.cuda.is_current_stream_capturing():
             raise RuntimeError("a step() that makes state or tables cannot be captured in a CUDA graph: run one before")
@@ -367,7 +376,11 @@ class FusedOptimizer(torch.optim.Optimizer):
 
     def _scale_state(self) -> Tensor:
         assert self._loss_scale is not None
-        return self._loss_scale._on(self._device())
+        state = self._loss_scale._on(self._device())
+        if not self._is_agreed:
+            Agreement(self._params(), self.process_group).broadcast(state)
+            self._is_agreed = True
+        return state
 
     # Groups, checkpoints, copies.
 
@@ -425,9 +438,12 @@ class FusedOptimizer(torch.optim.Optimizer):
         numbers = checkpoint.loss_scale_of(state_dict)
         if numbers is not None and self._loss_scale is not None:
             self._loss_scale.load_state_dict(numbers)
+            self._is_agreed = False
             self._is_armed = self._is_armed or bool(numbers.get("_is_armed", True))
 
     def __getstate__(self) -> dict[str, Any]:
+        if self.process_group is not None:
+            raise TypeError("an optimizer with a process_group cannot be copied or pickled: use its state_dict()")
         kept = (
             "_loss_scale",
             "_is_armed",
@@ -438,6 +454,7 @@ class FusedOptimizer(torch.optim.Optimizer):
             "_outcome",
             "master_weights",
             "rounding",
+            "process_group",
         )
         return {**super().__getstate__(), **{name: self.__dict__[name] for name in kept}}
 

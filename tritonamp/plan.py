@@ -16,6 +16,8 @@ import torch
 from torch import Tensor
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
+from .distributed import Agreement, Share, is_sharded, like, local_grad, local_of, part_of
+
 if TYPE_CHECKING:
     from .optimizer import FusedOptimizer
 
@@ -83,10 +85,12 @@ def layout_of(param: Tensor, grad_strides: Strides) -> Layout | None:
 
 
 class Entry(NamedTuple):
-    """One parameter of the plan.
+    """One parameter of the plan; of a sharded one, what this rank holds.
 
     Attributes:
         param, group: the parameter and the number of its group.
+        owner: what the optimizer calls the parameter: a DTensor whose part ``param`` is, or ``param``.
+        share: which part.
         grad_dtype, grad_strides: of its last gradient; expected ones before the first.
         position: its place in the optimizer.
         kept: how it is kept, ``ROUNDED``, ``STOCHASTIC`` or ``MASTER``.
@@ -97,6 +101,8 @@ class Entry(NamedTuple):
 
     param: Tensor
     group: int
+    owner: Tensor
+    share: Share
     grad_dtype: torch.dtype
     grad_strides: Strides
     position: int
@@ -115,6 +121,7 @@ class Plan:
         grads: their gradients; None where there is nothing to do.
         state: step counters and state tensors; ``Entry.at`` says whose.
         device: the device of all of them; None without parameters.
+        agreement: among which ranks steps are agreed.
         generation: grows whenever anything has changed but the gradients' addresses and presence.
     """
 
@@ -123,7 +130,9 @@ class Plan:
         self.grads: list[Tensor | None] = []
         self.state: list[Tensor] = []
         self.device: torch.device | None = None
+        self.agreement = Agreement((), None)
         self.generation = 0
+        self._owners: list[Tensor] = []  # during a step only
         self._ids: list[int] = []
         self._used: list[bool] = []  # of all parameters of the groups
         self._grad_facts: list[Any] = []  # of the last gradient that each entry had
@@ -132,6 +141,7 @@ class Plan:
         self._state_refs: list[weakref.ref[Tensor]] = []
         self._versions: dict[int, int] = {}  # of the parameters that have a master copy, after the last step
         self._has_complex = False
+        self._has_shards = False
 
     @property
     def is_stale(self) -> bool:
@@ -139,23 +149,28 @@ class Plan:
         return self._found is None
 
     def look(self, optimizer: FusedOptimizer) -> bool:
-        """Find the gradients and check them; True if any parameter has one with elements.
+        """Find the gradients and check them; True if any parameter has one with elements, on any rank.
 
         Raises:
             RuntimeError, TypeError: for a parameter or gradient that cannot be updated. Nothing is changed then.
         """
-        all_params = [param for group in optimizer.param_groups for param in group["params"]]
-        all_grads: list[Tensor | None] = [param.grad for param in all_params]
+        owners = [param for group in optimizer.param_groups for param in group["params"]]
+        self._has_shards = any(map(is_sharded, owners))
+        if self._has_shards:
+            all_params, all_grads = list(map(local_of, owners)), list(map(local_grad, owners))
+        else:
+            all_params, all_grads = owners, [param.grad for param in owners]
         # Frozen parameters may be anything, quantized or elsewhere.
         used = [grad is not None or param.requires_grad for param, grad in zip(all_params, all_grads, strict=True)]
         params, grads = list(compress(all_params, used)), list(compress(all_grads, used))
+        self._owners = list(compress(owners, used)) if self._has_shards else params
         has_grad = [grad is not None for grad in grads]
         try:
             facts = _facts([grad for grad in grads if grad is not None])
         except (RuntimeError, NotImplementedError):  # sparse gradients have no strides
             _check(optimizer, all_params, all_grads, used)
             raise
-        ids = list(map(id, params))
+        ids = list(map(id, self._owners))
         old = self._grad_facts if ids == self._ids else [None] * len(params)
         is_known = self._found is not None and facts == list(compress(old, has_grad))
         if not is_known or self._find(optimizer, params) != self._found:
@@ -166,6 +181,11 @@ class Plan:
             self._ids, self._used = ids, used
         self.device = params[0].device if params else None
         self.grads = [grad if grad is not None and grad.numel() else None for grad in grads]
+        # Another rank may have something to do where this one has not.
+        if optimizer.process_group is not None:
+            return True
+        if self._has_shards:
+            return any(grad is not None and owner.numel() for grad, owner in zip(grads, self._owners, strict=True))
         return any(grad is not None for grad in self.grads)
 
     def prepare(self, optimizer: FusedOptimizer) -> None:
@@ -179,7 +199,7 @@ class Plan:
 
     def release(self) -> None:
         """Let go of gradients and state."""
-        self.grads, self.state = [], []
+        self.grads, self.state, self._owners = [], [], []
 
     def updated_masters(self) -> None:
         """To be called after a step: from here on, who else writes to a parameter with a master copy is noticed."""
@@ -204,7 +224,7 @@ class Plan:
         return self.state[entry.at], self.state[entry.at + 1 : entry.at + 1 + entry.n_states]
 
     def updated(self) -> list[Tensor]:
-        """What a step from the present gradients updates: parameters, step counters, state tensors."""
+        """What a step from the present gradients updates: parameters, step counters, state tensors; local parts."""
         if all(grad is not None for grad in self.grads):
             return [*(entry.param for entry in self.entries), *self.state]
         tensors: list[Tensor] = []
@@ -221,6 +241,8 @@ class Plan:
         of_params = list(optimizer.state.values())
         try:
             state = [of_params[place][key] for place, keys in self._keys for key in keys]
+            if self._has_shards:
+                state = list(map(local_of, state))
             addresses = list(map(Tensor.data_ptr, state))
         except (IndexError, KeyError, TypeError):
             return None
@@ -237,20 +259,22 @@ class Plan:
     def _rebuild(self, optimizer: FusedOptimizer) -> None:
         self.entries, self._keys, self._state_refs, self._versions = [], [], [], {}
         numbered = [(n, param) for n, group in enumerate(optimizer.param_groups) for param in group["params"]]
+        self.agreement = Agreement(self._owners, optimizer.process_group)
         at, keys_of = 0, []
-        for position, (number, param) in compress(enumerate(numbered), self._used):
-            index, kept = len(self.entries), how_kept(optimizer, param)
-            keys = state_keys(optimizer, optimizer.param_groups[number], param)
+        for position, (number, owner) in compress(enumerate(numbered), self._used):
+            index, kept, param = len(self.entries), how_kept(optimizer, owner), local_of(owner)
+            keys = state_keys(optimizer, optimizer.param_groups[number], owner)
             needs_state = bool(keys) or kept == STOCHASTIC
-            has_state = needs_state and (self.grads[index] is not None or bool(optimizer.state.get(param)))
+            has_state = needs_state and (self._grad_facts[index] is not None or bool(optimizer.state.get(owner)))
             if has_state:
-                prepare_state(optimizer.state[param], param, keys)
-                keys_of.append((param, keys))
-            dtype, strides = getattr(param, "grad_dtype", None) or param.dtype, param.stride()
+                prepare_state(optimizer.state[owner], owner, keys)
+                keys_of.append((owner, keys))
+            dtype, strides = getattr(owner, "grad_dtype", None) or param.dtype, param.stride()
             if self._grad_facts[index] is not None:
                 dtype, _, _, strides = self._grad_facts[index]
-            entry = Entry(param, number, dtype, strides, position, kept, len(keys), at if has_state else -1)
-            self.entries.append(entry)
+            share, at_or_none = self.agreement.share(owner), at if has_state else -1
+            place = position + (share.shard << 20)  # other random numbers for every shard
+            self.entries.append(Entry(param, number, owner, share, dtype, strides, place, kept, len(keys), at_or_none))
             at += (1 + len(keys)) * has_state
         places = {id(param): place for place, param in enumerate(optimizer.state)}
         self._keys = [(places[id(param)], ("step", *keys)) for param, keys in keys_of]
@@ -286,24 +310,31 @@ def state_keys(optimizer: FusedOptimizer, group: dict[str, Any], param: Tensor) 
     return (*names, "master_param") if how_kept(optimizer, param) == MASTER else names
 
 
-def prepare_state(state: dict[str, Any], param: Tensor, names: Sequence[str]) -> None:
-    """Bring step counter and state tensors into the form the kernels take: made if missing, converted if need be."""
+def prepare_state(state: dict[str, Any], owner: Tensor, names: Sequence[str]) -> None:
+    """Bring step counter and state tensors into the form the kernels take: made if missing, converted if need be.
+
+    Those of a DTensor are distributed as it is.
+    """
+    param = local_of(owner)
     step = state.get("step")
     if not isinstance(step, Tensor):
         step = torch.full((), float(step or 0), dtype=torch.float32, device=param.device)
     state["step"] = step.detach().to(device=param.device, dtype=torch.float32).reshape(())
     dtype, strides = state_dtype(param), dense_strides(param)
     for name in names:
-        tensor = state.get(name, param.detach() if name == "master_param" else None)
+        tensor = state.get(name, owner.detach() if name == "master_param" else None)
         if tensor is None:
             if name == "momentum_buffer":  # its first step is not dampened
                 state["step"] = torch.zeros_like(state["step"])
-            state[name] = torch.zeros_like(param, dtype=dtype, memory_format=torch.preserve_format)
+            state[name] = like(owner, torch.zeros_like(param, dtype=dtype, memory_format=torch.preserve_format))
             continue
-        if tensor.shape != param.shape:
-            raise RuntimeError(f"state {name!r} has shape {tuple(tensor.shape)}, its parameter {tuple(param.shape)}")
-        if tensor.dtype != dtype or tensor.device != param.device or tensor.stride() != strides:
-            state[name] = torch.empty_strided(param.shape, strides, dtype=dtype, device=param.device).copy_(tensor)
+        if tensor.shape != owner.shape:
+            raise RuntimeError(f"state {name!r} has shape {tuple(tensor.shape)}, its parameter {tuple(owner.shape)}")
+        part = part_of(tensor, owner)
+        if part.dtype != dtype or part.device != param.device or part.stride() != strides:
+            part = torch.empty_strided(param.shape, strides, dtype=dtype, device=param.device).copy_(part)
+        if part is not local_of(tensor):
+            state[name] = like(owner, part)
 
 
 def _check(
@@ -323,7 +354,7 @@ def _check(
 
 def _check_param(which: str, param: Tensor, device: torch.device | None) -> None:
     if is_traceable_wrapper_subclass(param):
-        raise TypeError(f"{which} is a {type(param).__name__}: only plain tensors can be fused")
+        raise TypeError(f"{which} is a {type(param).__name__}: only plain tensors and DTensors can be fused")
     if param.dtype not in _DTYPES or param.layout != torch.strided:
         raise TypeError(f"{which} cannot be optimized: dense tensors of {', '.join(map(str, _DTYPES))} can")
     if param.device != device:

@@ -8,6 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from .distributed import local_of
 from .loss_scale import LossScale
 
 
@@ -54,7 +55,7 @@ def unscale_grads(params: Iterable[Tensor], inv_scale: Tensor, found_inf: Tensor
     """
     by_dtype: dict[torch.dtype, list[Tensor]] = {}
     for param in params:
-        grad = param.grad
+        grad = local_of(param.grad)
         if grad is None:
             continue
         if grad.is_conj() or grad.is_neg():

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any, ClassVar
+from typing import TYPE_CHECKING, Any, ClassVar
 
 import torch
 from torch import Tensor
@@ -11,6 +11,9 @@ from torch.optim.optimizer import ParamsT
 
 from .loss_scale import LossScale
 from .optimizer import FusedOptimizer, check_at_least_0
+
+if TYPE_CHECKING:
+    from torch.distributed import ProcessGroup
 
 
 class SGD(FusedOptimizer):
@@ -24,7 +27,7 @@ class SGD(FusedOptimizer):
         weight_decay: L2 penalty; >= 0.
         nesterov: Nesterov momentum; needs a momentum and no dampening.
         maximize: ascend instead.
-        max_norm, loss_scale, skip_nonfinite, skip_norm, master_weights, rounding, backend: see
+        max_norm, loss_scale, skip_nonfinite, skip_norm, master_weights, rounding, process_group, backend: see
             :class:`~tritonamp.optimizer.FusedOptimizer`.
 
     Raises:
@@ -49,6 +52,7 @@ class SGD(FusedOptimizer):
         skip_norm: float | None = None,
         master_weights: bool = False,
         rounding: str = "nearest",
+        process_group: ProcessGroup | None = None,
         backend: str = "auto",
     ) -> None:
         defaults = {
@@ -68,6 +72,7 @@ class SGD(FusedOptimizer):
             skip_norm=skip_norm,
             master_weights=master_weights,
             rounding=rounding,
+            process_group=process_group,
             backend=backend,
         )
 

@@ -75,6 +75,7 @@ class Table:
         words: all of it, int64.
         changing: the words at its beginning that may change from step to step.
         n_chunks: the number of chunks.
+        n_slots: the number of sums that the ranks add up.
     """
 
     def __init__(self, plan: Plan, variants: Sequence[Variant], n_groups: int) -> None:
@@ -83,6 +84,7 @@ class Table:
         size = chunk_size(int(numels.sum()))
         chunks = -(-numels // size)
         self.n_chunks = int(chunks.sum())
+        self.n_slots = plan.agreement.slots
         self._n_groups = n_groups
 
         at_grads = _AT.HEADER + n_groups * _AT.GROUP
@@ -101,6 +103,7 @@ class Table:
             step, states = plan.state_of(entry)
             row[_AT.STEP] = 0 if step is None else step.data_ptr()
             row[_AT.STATE : _AT.STATE + len(states)] = [state.data_ptr() for state in states]
+            row[_AT.SHARE] = entry.share.slot << 1 | entry.share.counts
             layout = layout_of(entry.param, entry.grad_strides)
             row[_AT.LAYOUT] = _AT.FLAT if layout is None else at_chunks + self.n_chunks + len(layouts)
             if layout is not None:
@@ -119,6 +122,8 @@ class Table:
             "GRADS": at_grads,
             "ROWS": at_rows,
             "CHUNKS": at_chunks,
+            "N_SUMS": plan.agreement.n_sums if plan.agreement.is_needed else self.n_chunks,
+            "N_SLOTS": self.n_slots,
         }
 
     def fill(self, optimizer: FusedOptimizer, grads: Sequence[Tensor | None], request: Request) -> bool:

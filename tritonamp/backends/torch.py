@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
+from ..distributed import WHOLE, Share
 from ..loss_scale import FOUND_INF as RECORDED_INF
 from ..loss_scale import SCALE, advance
 from ..plan import MASTER, STOCHASTIC, Entry, Plan, compute_dtype, dense_strides, layout_of, real_dtype
@@ -25,6 +26,7 @@ if TYPE_CHECKING:
     from ..optimizer import FusedOptimizer
 
 _BLOCK = 1 << 18  # elements summed at a time in float64
+_LARGEST_NORM = 2.0**450  # of what one rank adds: finite float64 gradients are no overflow
 _FLOAT32_LIMIT = 2.0**128 - 2.0**103  # what is not below it rounds to inf
 
 Item = tuple[Entry, Tensor, Tensor | None, list[Tensor]]  # a parameter, its gradient, step counter and state
@@ -50,17 +52,11 @@ class TorchBackend:
 
         norm, found_inf, skip = math.nan, False, False
         if request.needs_norm:
-            norm = global_norm(
-                [
-                    _narrowed(grad, compute_dtype(entry.param))
-                    for entry, grad in zip(plan.entries, plan.grads, strict=True)
-                    if grad is not None
-                ],
-                inv_scale,
-            )
-            found_inf = not norm < math.inf or outcome[PENDING_INF] != 0
+            found_inf = outcome[PENDING_INF] != 0
             if request.found_inf is not None:
                 found_inf = found_inf or request.found_inf.item() != 0
+            norm = self._agreed_norm(plan, inv_scale, found_inf)
+            found_inf = found_inf or not norm < math.inf
             skip = (found_inf and request.skip_nonfinite) or norm > request.skip_norm
         if not skip:
             self._update(optimizer, plan, [inv_scale * _clip(group["max_norm"], norm) for group in groups])
@@ -76,6 +72,23 @@ class TorchBackend:
             else:
                 scale[RECORDED_INF] = max(scale[RECORDED_INF], float(found_inf))
             request.loss_scale.copy_(torch.tensor(scale, dtype=torch.float64))
+
+    def _agreed_norm(self, plan: Plan, inv_scale: float, found_inf: bool) -> float:
+        """The norm over all ranks; not finite if any of them has found an inf or NaN."""
+        grads: dict[Share, list[Tensor]] = {}
+        for entry, grad in zip(plan.entries, plan.grads, strict=True):
+            if grad is not None:
+                grads.setdefault(entry.share._replace(shard=0), []).append(_narrowed(grad, compute_dtype(entry.param)))
+        agreement = plan.agreement
+        if not agreement.is_needed:
+            return global_norm(grads.get(WHOLE, []), inv_scale)
+        sums = torch.zeros(agreement.slots, 2, dtype=torch.float64, device=self.device)
+        sums[0, 1] = math.nan if found_inf else 0.0
+        for share, of_share in grads.items():
+            norm = global_norm(of_share, inv_scale)
+            square = norm * norm if norm < _LARGEST_NORM else _LARGEST_NORM**2 if norm < math.inf else norm
+            sums[share.slot, 0 if share.counts else 1] += square if share.counts else square - square
+        return math.sqrt(float(agreement.reduce(sums).sum()))
 
     def advance(self, loss_scale: Tensor) -> None:
         """See :class:`~tritonamp.backends.Backend`."""
@@ -198,7 +211,9 @@ def _run_plain(
         rescue = 2.0**-100 if factor < 2.0**-100 else 2.0**100 if factor > 2.0**100 else 1.0
         g = g * (factor / rescue) * rescue
         if 0 in grad.stride():  # expanded: its elements share memory
-            entry.param.grad = grad = grad.clone(memory_format=torch.contiguous_format)
+            grad = grad.clone(memory_format=torch.contiguous_format)
+            if entry.owner is entry.param:
+                entry.param.grad = grad
         _as_real(grad).copy_(g)
     step = 1.0 if counter is None else float(counter.add_(1))
     *states, p = states if entry.kept == MASTER else (*states, param.to(dtype))

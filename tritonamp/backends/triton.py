@@ -14,12 +14,13 @@ from triton.runtime.jit import JITFunction
 
 from tritonamp.kernels import rules
 from tritonamp.kernels.scale import update_scale_kernel
-from tritonamp.kernels.step import apply_kernel, statistics_kernel, step_kernel
+from tritonamp.kernels.step import apply_kernel, statistics_kernel, step_kernel, sums_kernel
 
 from .table import Table, Variant, grad_kinds, variant_of
 from .workspace import Workspace
 
 if TYPE_CHECKING:
+    from ..distributed import Agreement
     from ..optimizer import FusedOptimizer
     from ..plan import Plan
     from . import Request
@@ -58,7 +59,7 @@ class TritonBackend:
         with self._on_device():
             try:
                 workspace = self._bring_up_to_date(optimizer, plan, request)
-                self._launch_step(workspace, optimizer._rule, request)
+                self._launch_step(workspace, optimizer._rule, plan.agreement, request)
                 workspace.launched()
             except BaseException:
                 # A barrier's counters are worthless after an aborted launch.
@@ -94,10 +95,16 @@ class TritonBackend:
         self._workspace.upload(optimizer, plan, request)
         return self._workspace
 
-    def _launch_step(self, workspace: Workspace, rule: str, request: Request) -> None:
+    def _launch_step(self, workspace: Workspace, rule: str, agreement: Agreement, request: Request) -> None:
         state = request.outcome if request.loss_scale is None else request.loss_scale
         work = (workspace.words, workspace.partials, workspace.counters, request.outcome, state)
         n_chunks = workspace.table.n_chunks
+        if request.needs_norm and agreement.is_needed:
+            self._launch_of(statistics_kernel, rule)(n_chunks, workspace.words, workspace.partials, state)
+            sums_kernel[(1,)](workspace.words, workspace.partials, request.outcome, workspace.sums, BLOCK=THREADS)
+            agreed = agreement.reduce(workspace.sums)
+            self._launch_of(apply_kernel, rule, DECIDE=True)(n_chunks, workspace.words, agreed, *work[2:])
+            return
         if request.needs_norm and not self._is_split:
             try:
                 self._launch_of(step_kernel, rule)(n_chunks, *work)
@@ -145,7 +152,7 @@ class _Launch:
 
     def __call__(self, n_chunks: int, *args: Tensor) -> None:
         try:
-            compiled = self._kernel[(min(self._programs, n_chunks),)](*args, **self._options)
+            compiled = self._kernel[(max(min(self._programs, n_chunks), 1),)](*args, **self._options)
         except RuntimeError as error:
             if not _is_refusal(error) or self._programs <= self._multiprocessors:
                 raise

@@ -24,7 +24,7 @@ class Workspace:
 
     Attributes:
         table: the table in host memory.
-        words, partials, counters: what the kernels take; see ``kernels/step.py``.
+        words, partials, counters, sums: what the kernels take; see ``kernels/step.py``.
 
     Raises:
         RuntimeError: when made while a CUDA graph is captured.
@@ -38,6 +38,7 @@ class Workspace:
         self.words = torch.empty(len(table.words), dtype=torch.int64, device=device)
         self.partials = torch.empty(table.n_chunks, dtype=torch.float64, device=device)
         self.counters = torch.zeros(2, dtype=torch.int32, device=device)
+        self.sums = torch.empty(table.n_slots, 2, dtype=torch.float64, device=device)
         self._host_words = torch.from_numpy(table.words)
         self._is_uploaded = False
         self._captured: list[Tensor] = []
@@ -76,7 +77,7 @@ class Workspace:
         stream: Any = torch.cuda.current_stream()
         if stream != self._stream and not capturing:
             stream.wait_event(self._done)
-            for tensor in (self.words, self.partials, self.counters):
+            for tensor in (self.words, self.partials, self.counters, self.sums):
                 tensor.record_stream(stream)
             self._stream = stream
         return capturing
