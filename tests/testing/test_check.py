@@ -13,7 +13,7 @@ from torch import Tensor
 
 import tritonamp
 from tritonamp.testing.check import LAWS, Adapter, GradScalerAdapter, OwnScaleAdapter, Report, check_optimizer
-from tritonamp.testing.strategies import Layout
+from tritonamp.testing.problems import Layout
 
 check = functools.partial(check_optimizer, derandomize=True, raise_on_failure=False, max_examples=20)
 # GradScaler cannot unscale gradients that were expanded.
