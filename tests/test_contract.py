@@ -72,6 +72,7 @@ def test_options_of_a_rule_out_of_range(make: Any, options: dict[str, Any], mess
         ({"init_scale": -1.0}, "scale must be finite and positive"),
         ({"init_scale": float("inf")}, "scale must be finite and positive"),
         ({"init_scale": float("nan")}, "scale must be finite and positive"),
+        ({"init_scale": 1e39}, "scale must be finite and positive"),  # no float32
         ({"init_scale": 2.0**-130}, "init_scale must be within"),
         ({"init_scale": 4.0, "max_scale": 2.0}, "init_scale must be within"),
         ({"growth_factor": 1.0}, "growth_factor must be finite and above 1, got 1.0"),
@@ -92,7 +93,8 @@ def test_loss_scale_out_of_range(settings: dict[str, Any], message: str) -> None
 
 
 @pytest.mark.parametrize("first", [True, False], ids=["first step", "later step"])
-@pytest.mark.parametrize("case", ["sparse", "device", "shape", "integer", "complex"])
+@pytest.mark.parametrize("case", ["sparse", "rows", "device", "shape", "integer", "complex"])
+@pytest.mark.filterwarnings("ignore:Sparse CSR tensor support is in beta")
 def test_gradients_that_cannot_be_used(runner: Runner, case: str, first: bool) -> None:
     params = make_params([(3,), (4, 2)])
     optimizer = AdamW(params, loss_scale="dynamic", backend=runner.backend)
@@ -102,6 +104,7 @@ def test_gradients_that_cannot_be_used(runner: Runner, case: str, first: bool) -
     set_grads(params, scaled(optimizer))
     messages = {
         "sparse": r"parameter 1 \(shape \(4, 2\).*sparse gradient",
+        "rows": r"parameter 1 .* sparse gradient \(torch.sparse_csr\)",
         "device": "parameter 1 .* has a gradient on meta",
         "shape": r"parameter 1 .* gradient of shape \(2, 4\)",
         "integer": "parameter 1 .* gradient of torch.int64",
@@ -109,6 +112,7 @@ def test_gradients_that_cannot_be_used(runner: Runner, case: str, first: bool) -
     }
     bad = {
         "sparse": torch.ones(4, 2).to_sparse(),
+        "rows": torch.ones(4, 2).to_sparse_csr(),
         "device": torch.ones(4, 2, device="meta"),
         "shape": torch.ones(2, 4),
         "integer": torch.ones(4, 2, dtype=torch.int64),
@@ -211,6 +215,13 @@ def test_distributed_tensors_are_refused(runner: Runner) -> None:
     set_grads(params)
     optimizer = SGD([*params, Sharded(torch.ones(3))], loss_scale=None, backend=runner.backend)
     with pytest.raises(TypeError, match=r"parameter 1 .* is a Sharded: only plain tensors"):
+        optimizer.step()
+
+    class Param(torch.nn.Parameter):
+        grad = Sharded(torch.ones(3))  # type: ignore[assignment]
+
+    optimizer = SGD([*params, Param(torch.ones(3))], loss_scale=None, backend=runner.backend)
+    with pytest.raises(TypeError, match=r"parameter 1 .* gradient that is a Sharded: only plain tensors"):
         optimizer.step()
 
 

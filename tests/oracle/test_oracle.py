@@ -11,6 +11,8 @@ import pytest
 import torch
 from torch import Tensor
 
+import tritonamp
+from tritonamp.backends import GRAD_NORM, SKIPPED
 from tritonamp.testing import oracle
 from tritonamp.testing.bounds import assert_within
 from tritonamp.testing.reference import TorchReference
@@ -354,6 +356,43 @@ def test_expect_checks_a_live_optimizer() -> None:
     optimizer.step()
     optimizer.state[params[2]]["exp_avg_sq"].mul_(1 + 1e-6)
     with pytest.raises(AssertionError, match="state 'exp_avg_sq' of param 2"):
+        expected.check()
+
+
+def test_an_expectation_checks_what_the_optimizer_reports() -> None:
+    param = torch.nn.Parameter(_randn(5, seed=0))
+    optimizer = tritonamp.AdamW([param], loss_scale=4.0, backend="torch")
+
+    def overflow() -> oracle.Expectation:
+        optimizer.scale(torch.ones(()))
+        param.grad = torch.tensor([1.0, math.inf, 0.0, 0.0, 0.0])
+        expected = oracle.expect(optimizer)
+        optimizer.step()
+        expected.check()
+        return expected
+
+    expected = overflow()
+    optimizer.state[param]["exp_avg"][3] = 1.0
+    with pytest.raises(AssertionError, match="state 'exp_avg' of param 0: expected none before an applied step"):
+        expected.check()
+    expected = overflow()
+    optimizer._outcome_state()[GRAD_NORM] = 2.0
+    with pytest.raises(AssertionError, match=r"grad_norm: 2\.0 although a gradient is not finite"):
+        expected.check()
+    expected = overflow()
+    optimizer._outcome_state()[SKIPPED] = 0.0
+    with pytest.raises(AssertionError, match=r"\(found_inf, skipped\): \(True, False\), expected \(True, True\)"):
+        expected.check()
+
+
+def test_an_expectation_misses_state_that_is_not_there() -> None:
+    param = torch.nn.Parameter(_randn(5, seed=0))
+    optimizer = torch.optim.SGD([param], momentum=0.9)
+    param.grad = _randn(5, seed=1)
+    expected = oracle.expect(optimizer)
+    optimizer.step()
+    del optimizer.state[param]["momentum_buffer"]
+    with pytest.raises(AssertionError, match="state 'momentum_buffer' of param 0: expected a tensor, got None"):
         expected.check()
 
 

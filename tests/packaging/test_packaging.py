@@ -115,7 +115,7 @@ def test_training_on_the_cpu_works_without_triton(tmp_path: Path) -> None:
 
 def test_importing_it_imports_neither_triton_nor_hypothesis_and_starts_no_gpu(tmp_path: Path) -> None:
     code = """
-import sys, torch, tritonamp
+import sys, torch, tritonamp, tritonamp.testing.laws
 print(*sorted({"triton", "hypothesis"} & set(sys.modules)))
 assert not torch.cuda.is_initialized()
 """

@@ -16,7 +16,7 @@ from property.tools import assert_same_bits, everything, fewer, params_of, value
 
 import tritonamp
 from tritonamp.testing import expect, strategies
-from tritonamp.testing.strategies import Problem, StepSpec, TensorSpec
+from tritonamp.testing.problems import Problem, StepSpec, TensorSpec
 
 NORM_ERROR = 5e-7
 KINDS = ["SGD", "Adam", "AdamW"]

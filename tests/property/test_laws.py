@@ -16,7 +16,7 @@ from property.tools import assert_same_bits, everything, fewer, numbers_of, para
 
 import tritonamp
 from tritonamp.testing import expect, strategies
-from tritonamp.testing.strategies import Overflow, Problem, StepSpec
+from tritonamp.testing.problems import Overflow, Problem, StepSpec
 
 # Every set of dtypes is a kernel of its own, to be compiled: a few sets, of (parameter, gradient).
 DTYPES = [

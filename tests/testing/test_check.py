@@ -13,7 +13,7 @@ from torch import Tensor
 
 import tritonamp
 from tritonamp.testing.check import LAWS, Adapter, GradScalerAdapter, OwnScaleAdapter, Report, check_optimizer
-from tritonamp.testing.strategies import Layout
+from tritonamp.testing.problems import Layout
 
 check = functools.partial(check_optimizer, derandomize=True, raise_on_failure=False, max_examples=20)
 # GradScaler cannot unscale gradients that were expanded.
@@ -98,6 +98,10 @@ class Homemade(torch.optim.Optimizer):
                     self.update(param, param.grad.double() * inv_scale, group, is_bad)
                 elif self.fault == "decays without a gradient":
                     param.mul_(0.5)
+                elif self.fault == "counts without a gradient":
+                    self.state[param]["step"] = torch.ones(())
+                elif self.fault == "forgets without a gradient":
+                    self.state.pop(param, None)
 
     def update(self, param: Tensor, grad: Tensor, group: dict[str, Any], is_bad: bool) -> None:
         lr, (beta1, beta2), eps = group["lr"], group["betas"], group["eps"]
@@ -146,10 +150,34 @@ def test_each_fault_breaks_its_laws(fault: str, laws: set[str], monkeypatch: pyt
     assert broken(report) == laws, report
 
 
-def test_an_update_without_a_gradient_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(Homemade, "fault", "decays without a gradient")
-    report = check(Homemade, adapter=GradScalerAdapter, options=OPTIONS, layouts=DENSE, laws=["absent"])
-    assert broken(report) == {"absent"}
+@pytest.mark.parametrize(
+    ("fault", "message"),
+    [
+        ("decays without a gradient", ", element 0 (flat): "),
+        ("counts without a gradient", " is not zero: [1.0]"),
+        ("forgets without a gradient", "vanished: [("),
+    ],
+)
+def test_an_update_without_a_gradient_is_found(fault: str, message: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(Homemade, "fault", fault)
+    laws, n = ["absent"], 200  # until the first is found
+    (finding,) = check(Homemade, adapter=Adapter, options=OPTIONS, layouts=DENSE, laws=laws, max_examples=n).findings
+    assert message in finding.message
+
+
+class DoubledScale(OwnScaleAdapter):
+    """Doubles the scale after every step, with gradients or without."""
+
+    def step(self) -> None:
+        super().step()
+        self._own.loss_scale.update(min(2 * self._own.loss_scale.get_scale(), 2.0**100))
+
+
+def test_a_scale_that_moves_by_itself_is_found() -> None:
+    make = functools.partial(tritonamp.SGD, backend="torch")
+    report = check(make, rule="SGD", adapter=DoubledScale, layouts=DENSE, laws=["nothing", "scale"])
+    assert broken(report) == {"nothing", "scale"}
+    assert all(finding.message.startswith("loss scale: ScaleState(scale=") for finding in report.findings)
 
 
 def test_findings_are_raised_with_the_smallest_example(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -162,6 +162,31 @@ def test_what_is_not_supported_is_named() -> None:
         kernels.matmul[(1,)](a, b, c, 64, N=64, B=64)
 
 
+def test_contexts_may_be_nested() -> None:
+    x, z = torch.randn(96), torch.zeros(96)
+    with virtual_gpu(80) as outer:
+        with virtual_gpu(90) as inner:
+            assert kernels.add[(1,)](x, x, z, 96, B=32).metadata.target.arch == 90
+        # One that has to be loaded anew.
+        assert kernels.add[(3,)](x, x, z, 96, B=32, num_warps=1).metadata.target.arch == 80
+    assert torch.equal(z, x + x)
+    assert len(outer.launches) == len(inner.launches) == 1
+
+
+def test_an_empty_grid_launches_nothing() -> None:
+    x, z = torch.randn(64), torch.zeros(64)
+    with virtual_gpu() as stats:
+        kernels.add[(0,)](x, x, z, 64, B=64)
+    assert not z.any() and not stats.launches
+
+
+def test_torch_is_told_what_the_device_is() -> None:
+    with virtual_gpu(86):
+        driver = triton.runtime.driver.active
+        assert driver.get_device_capability() == (8, 6)
+        assert driver.get_device_interface() is torch.cpu
+
+
 def test_compiled_kernels_follow_the_context() -> None:
     x, z = torch.randn(64), torch.zeros(64)
     for arch in (80, 90, 80, 100):
