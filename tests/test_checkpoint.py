@@ -12,7 +12,7 @@ from problem import assert_same_bits, checked_step, make_params, scaled, set_gra
 from tritonamp.kernels import scale, step
 
 import tritonamp
-from tritonamp import AdamW, backends, loss_scale
+from tritonamp import SGD, AdamW, backends, loss_scale
 
 
 def test_load_hooks_have_the_last_word(runner: Runner) -> None:
@@ -69,6 +69,24 @@ def test_state_of_halves_stays_float32(runner: Runner) -> None:
     before = values(optimizer)
     optimizer.load_state_dict(optimizer.state_dict())
     assert_same_bits(values(optimizer), before)
+
+
+def test_a_buffer_may_outlive_its_momentum(runner: Runner) -> None:
+    """It is kept, saved again, and used once there is a momentum again, as in torch."""
+    params = make_params([(3,)])
+    old = torch.optim.SGD(params, lr=0.1, momentum=0.9)
+    set_grads(params)
+    old.step()
+    old.param_groups[0]["momentum"] = 0.0
+    optimizer = SGD(params, lr=0.1, loss_scale=None, backend=runner.backend)
+    optimizer.load_state_dict(old.state_dict())
+    saved = optimizer.state_dict()["state"][0]["momentum_buffer"]
+    assert_same_bits([saved], [old.state[params[0]]["momentum_buffer"]])
+    set_grads(params)
+    checked_step(optimizer)
+    optimizer.param_groups[0]["momentum"] = 0.9
+    set_grads(params)
+    checked_step(optimizer)
 
 
 def test_plain_loops_stay_plain(runner: Runner) -> None:
