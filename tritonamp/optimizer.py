@@ -113,6 +113,7 @@ class FusedOptimizer(torch.optim.Optimizer):
         self._backend: Backend | None = None
         self._outer_found_inf: Any = None
         self._has_outer_scaler = False
+        self._had_gradients = False  # in the last step
         self._is_unscaled: bool = self.__dict__.get("_is_unscaled", False)  # by unscale_(); copied with the gradients
         self._loading: dict[str, Any] | None = None  # the checkpoint, while it is loaded
         self._is_agreed = False  # the loss scale, among the ranks
@@ -216,7 +217,8 @@ class FusedOptimizer(torch.optim.Optimizer):
             with torch.enable_grad():
                 loss = closure()
         try:
-            if self._plan.look(self):
+            self._had_gradients = self._plan.look(self)
+            if self._had_gradients:
                 self._apply()
             else:
                 self._do_nothing()
