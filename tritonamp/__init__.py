@@ -6,8 +6,9 @@ opt.step()
 """
 
 from .adam import Adam, AdamW
+from .grad_scaler import GradScaler
 from .loss_scale import LossScale
 from .sgd import SGD
 
 __version__ = "0.1.0"
-__all__ = ["SGD", "Adam", "AdamW", "LossScale"]
+__all__ = ["SGD", "Adam", "AdamW", "GradScaler", "LossScale"]
