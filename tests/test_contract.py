@@ -171,7 +171,7 @@ def test_triton_where_it_is_not_installed(monkeypatch: pytest.MonkeyPatch) -> No
 
 
 def test_import_needs_no_gpu_and_names_are_public() -> None:
-    assert set(tritonamp.__all__) == {"SGD", "Adam", "AdamW", "GradScaler", "LossScale"}
+    assert set(tritonamp.__all__) == {"SGD", "Adam", "AdamW", "GradScaler", "LossScale", "fuse"}
     assert IS_INTERPRETED or SGD(make_params([(1,)]))._backend is None
 
 

@@ -6,9 +6,10 @@ opt.step()
 """
 
 from .adam import Adam, AdamW
+from .fuse import fuse
 from .grad_scaler import GradScaler
 from .loss_scale import LossScale
 from .sgd import SGD
 
 __version__ = "0.1.0"
-__all__ = ["SGD", "Adam", "AdamW", "GradScaler", "LossScale"]
+__all__ = ["SGD", "Adam", "AdamW", "GradScaler", "LossScale", "fuse"]
