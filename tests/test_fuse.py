@@ -92,7 +92,7 @@ def test_training_goes_on(runner: Runner, name: str, way: dict[str, bool]) -> No
         assert_same_bits(values(optimizer), values(loaded))
 
 
-@pytest.mark.parametrize("name", OPTIMIZERS)
+@pytest.mark.parametrize("name", [name for name, (_, options) in OPTIMIZERS.items() if not options.get("amsgrad")])
 def test_the_torch_backend_goes_on_bitwise(name: str) -> None:
     """Where both run torch's fused kernels, even the roundings are those of a run that was never fused."""
     ends = []
@@ -396,3 +396,16 @@ def test_hooks_come_along(runner: Runner) -> None:
         calls.clear()
         for handle in handles:
             handle.remove()
+
+
+@pytest.mark.parametrize("kept", [{"master_weights": True}, {"rounding": "stochastic"}], ids=str)
+def test_low_precision_parameters_can_be_kept_otherwise_from_then_on(runner: Runner, kept: dict[str, Any]) -> None:
+    params = make_params([(300,), (7,)], torch.bfloat16)
+    old = torch.optim.AdamW(params, lr=0.05, foreach=False)
+    set_grads(params)
+    old.step()
+    fused = tritonamp.fuse(old, backend=runner.backend, **kept)
+    assert all(("master_param" in fused.state[p]) == ("master_weights" in kept) for p in params)
+    for _ in range(2):
+        set_grads(params)
+        checked_step(fused)

@@ -32,7 +32,7 @@ def gpu(monkeypatch: pytest.MonkeyPatch) -> FakeCuda:
 class Table:
     """A table of two words that change, both to ``now``, and two that do not."""
 
-    changing, n_chunks = 2, 3
+    changing, n_chunks, n_slots = 2, 3, 1
 
     def __init__(self) -> None:
         self.words = np.array([0, 0, 70, 80], np.int64)
@@ -99,7 +99,7 @@ def test_memory_is_held_for_every_stream_that_uses_it(gpu: FakeCuda, steps: Step
     assert gpu.recorded == []
     gpu.stream = Stream()
     steps.step(2)
-    used = (steps.workspace.words, steps.workspace.partials, steps.workspace.counters)
+    used = (steps.workspace.words, steps.workspace.partials, steps.workspace.counters, steps.workspace.sums)
     assert [(id(tensor), stream) for tensor, stream in gpu.recorded] == [(id(tensor), gpu.stream) for tensor in used]
 
 
@@ -181,7 +181,7 @@ def test_a_graph_is_replayed_in_the_workspace_it_was_captured_in(
     monkeypatch.setattr(
         triton_backend.TritonBackend,
         "_launch_step",
-        lambda self, space, rule, request: gpu.put(lambda alive: launch(self, alive, rule, request), space),
+        lambda self, space, *args: gpu.put(lambda alive: launch(self, alive, *args), space),
     )
     params = [torch.zeros(600, requires_grad=True) for _ in range(2)]
     for param in params:

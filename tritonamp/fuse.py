@@ -13,10 +13,11 @@ from torch.amp.grad_scaler import OptState
 from torch.optim import Optimizer
 
 from .adam import Adam, AdamW
+from .distributed import local_of
 from .grad_scaler import GradScaler
 from .loss_scale import LossScale
 from .optimizer import FusedOptimizer
-from .plan import check_tensors, prepare_state
+from .plan import check_tensors, prepare_state, state_keys
 from .sgd import SGD
 
 _CLASSES: dict[type[Optimizer], type[SGD | Adam]] = {
@@ -50,7 +51,8 @@ def fuse(
             to use. None, or a scaler that is disabled: the loss is not scaled.
         max_norm: gradients are clipped to this global L2 norm; None: not at all. A group that has a ``max_norm``
             of its own keeps it.
-        **common: ``skip_nonfinite``, ``skip_norm``, ``backend``: see :class:`~tritonamp.optimizer.FusedOptimizer`.
+        **common: ``skip_nonfinite``, ``skip_norm``, ``master_weights``, ``rounding``, ``process_group``, ``backend``:
+            see :class:`~tritonamp.optimizer.FusedOptimizer`.
 
     Returns:
         An optimizer of the class of the same name. Its groups and state *are* those of the old one, not copies;
@@ -81,6 +83,9 @@ def fuse(
         **{name: value for name, value in optimizer.defaults.items() if name in names},
         **{**common, "max_norm": max_norm, "loss_scale": _loss_scale_of(scaler)},
     )
+    params = [param for group in optimizer.param_groups for param in group["params"]]
+    used = [param.requires_grad or param.grad is not None for param in params]
+    check_tensors(fused, list(map(local_of, params)), [local_of(param.grad) for param in params], used)
     _adopt_state(fused, optimizer)
 
     # Nothing fails from here on.
@@ -135,9 +140,6 @@ def _check(optimizer: Optimizer) -> None:
                 raise TypeError(f"group {number} has a tensor in {name}: set group[{name!r}] to numbers first")
         if len(set(group["params"])) < len(group["params"]):
             raise ValueError(f"group {number} names a parameter twice, and torch updates it twice: name it once")
-    params = [param for group in optimizer.param_groups for param in group["params"]]
-    grads = [param.grad for param in params]
-    check_tensors(params, grads, [param.requires_grad or param.grad is not None for param in params])
 
 
 def _completed(group: dict[str, Any], max_norm: float | None) -> dict[str, Any]:
@@ -177,7 +179,7 @@ def _adopt_state(fused: SGD | Adam, optimizer: Optimizer) -> None:
                 state = fused.state[param] = dict(optimizer.state[param])
                 fused._import_state(state)
                 if state:
-                    prepare_state(state, param, fused._state_names(group))
+                    prepare_state(state, param, state_keys(fused, group, param))
 
 
 def _retire(optimizer: Any, fused: SGD | Adam) -> None:

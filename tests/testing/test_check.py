@@ -12,6 +12,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 import tritonamp
+from tritonamp.testing import strategies
 from tritonamp.testing.check import LAWS, Adapter, GradScalerAdapter, OwnScaleAdapter, Report, check_optimizer
 from tritonamp.testing.problems import Layout
 
@@ -58,8 +59,10 @@ def test_torch_fused_sgd_fails_on_a_late_parameter() -> None:
 
 
 def test_torch_fused_on_dense_tensors_is_clean() -> None:
+    """But for amsgrad, whose maximum drops a NaN."""
     make = functools.partial(torch.optim.AdamW, fused=True)
-    report = check(make, adapter=GradScalerAdapter, layouts=DENSE)
+    options = strategies.hyperparameters("AdamW").filter(lambda options: not options["amsgrad"])
+    report = check(make, adapter=GradScalerAdapter, layouts=DENSE, options=options, rule="AdamW")
     assert not report.findings, report
 
 
