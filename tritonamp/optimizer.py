@@ -14,12 +14,8 @@ from torch.optim.optimizer import ParamsT
 
 from . import checkpoint
 from .backends import (
-    CONSECUTIVE_SKIPS,
-    FOUND_INF,
     GRAD_NORM,
-    OUTCOME,
     PENDING_INF,
-    SKIPPED,
     SKIPPED_STEPS,
     Backend,
     Request,
@@ -29,10 +25,11 @@ from .backends import (
 from .distributed import Agreement
 from .loss_scale import LossScale
 from .plan import MASTER, Plan, how_kept, prepare_state, state_keys
+from .report import StepReport
 from .scaling import as_scalar, make_loss_scale, scale_outputs, unscale_grads
 
 
-class FusedOptimizer(torch.optim.Optimizer):
+class FusedOptimizer(StepReport):
     """An optimizer whose ``step()`` does all that follows ``backward()``.
 
     Unscale, finiteness check, global norm, clip, update, loss-scale growth or backoff: in one launch on a GPU.
@@ -311,51 +308,10 @@ class FusedOptimizer(torch.optim.Optimizer):
         self._clear_unscaled()
         super().zero_grad(set_to_none)
 
-    # What a step leaves to read.
-
     @property
     def loss_scale(self) -> LossScale | None:
         """The :class:`LossScale` in use; None where there is none."""
         return self._loss_scale
-
-    @property
-    def grad_norm(self) -> Tensor:
-        """L2 norm of the last step's gradients, unscaled, before clipping: 0-dim float32 on the device.
-
-        inf or NaN on an overflow; NaN before the first step, and where nothing needed the norm.
-        """
-        return self._read(GRAD_NORM, torch.float32)
-
-    @property
-    def found_inf(self) -> Tensor:
-        """1.0 if the last step saw an inf or NaN gradient, else 0.0: 0-dim float32 on the device."""
-        return self._read(FOUND_INF, torch.float32)
-
-    @found_inf.setter
-    def found_inf(self, value: Any) -> None:  # torch.amp.GradScaler sets it before step() ...
-        self._outer_found_inf = value
-
-    @found_inf.deleter
-    def found_inf(self) -> None:  # ... and deletes it afterwards
-        self._outer_found_inf = None
-
-    @property
-    def skipped_steps(self) -> Tensor:
-        """How many steps were skipped so far: 0-dim int64 on the device."""
-        return self._read(SKIPPED_STEPS, torch.int64)
-
-    @property
-    def consecutive_skips(self) -> Tensor:
-        """How many steps were skipped since the last applied one: 0-dim int64 on the device."""
-        return self._read(CONSECUTIVE_SKIPS, torch.int64)
-
-    @property
-    def step_was_skipped(self) -> bool:
-        """Whether the last step was skipped. Waits for the device."""
-        return bool(self._read(SKIPPED, torch.bool))
-
-    def _read(self, at: int, dtype: torch.dtype) -> Tensor:
-        return self._outcome_state()[at].to(dtype)
 
     def _params(self) -> Iterator[Tensor]:
         return chain.from_iterable(group["params"] for group in self.param_groups)
@@ -366,15 +322,6 @@ class FusedOptimizer(torch.optim.Optimizer):
             return self._plan.device
         used = (param for param in self._params() if param.requires_grad or param.grad is not None)
         return next((param.device for param in chain(used, self._params())), torch.device("cpu"))
-
-    def _outcome_state(self) -> Tensor:
-        device = self._device()
-        if self._outcome is None:
-            self._outcome = torch.zeros(OUTCOME, dtype=torch.float64, device=device)
-            self._outcome[GRAD_NORM] = math.nan
-        elif self._outcome.device != device:
-            self._outcome = self._outcome.to(device)
-        return self._outcome
 
     def _scale_state(self) -> Tensor:
         assert self._loss_scale is not None
