@@ -27,6 +27,12 @@ def is_sharded(tensor: Tensor | None) -> bool:
     return module is not None and isinstance(tensor, module.DTensor)
 
 
+def any_sharded(tensors: Iterable[Tensor]) -> bool:
+    """Whether one of them is a DTensor, found without a look at every single one."""
+    module = sys.modules.get("torch.distributed.tensor")
+    return module is not None and any(issubclass(kind, module.DTensor) for kind in set(map(type, tensors)))
+
+
 def local_of(tensor: Any) -> Any:
     """The part of a DTensor that this rank holds, sharing its memory; a plain tensor as it is."""
     if not is_sharded(tensor):

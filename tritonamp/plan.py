@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
-from .distributed import Agreement, Share, is_sharded, like, local_grad, local_of, part_of
+from .distributed import Agreement, Share, any_sharded, like, local_grad, local_of, part_of
 
 if TYPE_CHECKING:
     from .optimizer import FusedOptimizer
@@ -155,7 +155,7 @@ class Plan:
             RuntimeError, TypeError: for a parameter or gradient that cannot be updated. Nothing is changed then.
         """
         owners = [param for group in optimizer.param_groups for param in group["params"]]
-        self._has_shards = any(map(is_sharded, owners))
+        self._has_shards = any_sharded(owners)
         if self._has_shards:
             all_params, all_grads = list(map(local_of, owners)), list(map(local_grad, owners))
         else:
