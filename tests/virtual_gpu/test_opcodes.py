@@ -198,6 +198,22 @@ def test_packed_floats() -> None:
         assert torch.equal(out.view(torch.float32), want)
 
 
+@pytest.mark.parametrize("t", [torch.float16, torch.bfloat16])
+def test_mixed_precision(t: torch.dtype) -> None:
+    """Of compute capability 100: halves are widened, and the result is rounded once, to float32."""
+    name = "f16" if t == torch.float16 else "bf16"
+    a, b, c = torch.randn(64).to(t), torch.randn(64).to(t), torch.randn(64)
+    a[:3] = torch.tensor([2.0**-24, torch.inf, -0.0])
+    out = [torch.zeros(64) for _ in range(4)]
+    body = f"add.rn.f32.{name} %o0, %a0, %a2; sub.rn.f32.{name} %o1, %a0, %a2; sub.rz.sat.f32.{name} %o2, %a0, %a2;"
+    run(f"{body} fma.rn.f32.{name} %o3, %a0, %a1, %a2;", [a, b, c], out)
+    assert torch.equal(out[0], a.float() + c)
+    assert torch.equal(out[1], a.float() - c)
+    assert ((out[2] >= 0) & (out[2] <= 1)).all() and torch.equal(out[2] > 0, out[1] > 0)
+    exact = a.double() * b.double() + c.double()  # of few enough bits
+    torch.testing.assert_close(out[3].double(), exact, rtol=2.0**-24, atol=0.0)
+
+
 def test_saturation_and_flushing() -> None:
     x, i = (
         torch.tensor([-0.5, 0.25, 0.75, 1e-40, np.nan, 3.0, -0.0, np.inf] * 4),

@@ -40,7 +40,7 @@ def build(program: Program, ins: Instr, words: list[str]) -> Binder:
     name = ins.root
     key = next((f"{name}.{w}" for w in words if f"{name}.{w}" in ALU), name)
     operand_types, allowed, make = ALU[key]
-    (t,), mode, modifiers = flags(words)
+    (t, *narrow), mode, modifiers = flags(words)
     if extra := modifiers - allowed - {key[len(name) + 1 :]}:
         raise NotImplementedError(f"modifier {extra}")
     if name in ("min", "max"):
@@ -48,7 +48,18 @@ def build(program: Program, ins: Instr, words: list[str]) -> Binder:
     u = "u" + t.lstrip("busf")
     names = {"T": t, "U": u, "W": t[0] + str(16 * size(t)), "u": "u32", "p": "pred"}
     dst, *src = [names[c] for c in operand_types]
-    return alu(program, make(name, t, modifiers, mode), ins.args[0], dst, ins.args[1:], src)
+    f = make(name, t, modifiers, mode)
+    if narrow:
+        if name not in ("add", "sub", "fma") or t != "f32" or narrow not in (["f16"], ["bf16"]):
+            raise NotImplementedError(f"types {t}, {narrow}")
+        f, src = mixed(f, narrow[0]), [*narrow * (len(src) - 1), t]
+    return alu(program, f, ins.args[0], dst, ins.args[1:], src)
+
+
+def mixed(f: Function, t: str) -> Function:
+    """Adapt f, defined on float32 arrays, to operands of the narrower type t, all but the last."""
+    widen = floats.from_bf16 if t == "bf16" else lambda x: x.astype(F32)
+    return lambda *a: f(*map(widen, a[:-1]), a[-1])
 
 
 def floating(t: str, f: Function, modifiers: set[str]) -> Function:
