@@ -14,7 +14,6 @@ from torch.utils._python_dispatch import TorchDispatchMode
 import tritonamp
 from tritonamp.backends.triton import step_kernel
 
-RUNNER = Runner("interpreted" if IS_INTERPRETED else "compiled", 3)
 DTYPES = [torch.float32, torch.float16, torch.bfloat16]
 
 
@@ -40,10 +39,10 @@ def many_groups() -> list[dict[str, Any]]:
 
 
 @pytest.mark.parametrize("groups", [lambda: [{"params": make_params([(70,)])}], many_groups], ids=["1", "300"])
-def test_one_launch_per_step(groups: Any) -> None:
+def test_one_launch_per_step(kernel_runner: Runner, groups: Any) -> None:
     groups = groups()
     params = [p for group in groups for p in group["params"]]
-    with RUNNER.running() as launches:
+    with kernel_runner.running() as launches:
         optimizer = tritonamp.AdamW(groups, loss_scale="dynamic", backend="triton")
         for step in range(3):
             set_grads(params, scaled(optimizer))
@@ -57,11 +56,11 @@ def test_one_launch_per_step(groups: Any) -> None:
 
 @pytest.mark.compiled
 @pytest.mark.parametrize("groups", [lambda: [{"params": make_params([(70,)])}], many_groups], ids=["1", "300"])
-def test_at_most_one_operator_per_step(groups: Any) -> None:
+def test_at_most_one_operator_per_step(kernel_runner: Runner, groups: Any) -> None:
     """From the second step on: nothing where nothing has changed, one copy where gradients or options have."""
     groups = groups()
     params = [p for group in groups for p in group["params"]]
-    with RUNNER.running():
+    with kernel_runner.running():
         optimizer = tritonamp.AdamW(groups, loss_scale=8.0, backend="triton")
         for step in range(4):
             scaled(optimizer)
@@ -75,10 +74,10 @@ def test_at_most_one_operator_per_step(groups: Any) -> None:
 
 
 @pytest.mark.compiled
-def test_nothing_recompiles_inside_the_loop() -> None:
+def test_nothing_recompiles_inside_the_loop(kernel_runner: Runner) -> None:
     """Neither step count, lr, scale, a missing gradient, another alignment nor an odd size makes a new kernel."""
     params = make_params([(70,), (16,), (5, 5)])
-    with RUNNER.running():
+    with kernel_runner.running():
         optimizer = tritonamp.AdamW(
             params, max_norm=1.0, loss_scale=tritonamp.LossScale(8.0, growth_interval=3), backend="triton"
         )
@@ -96,9 +95,9 @@ def test_nothing_recompiles_inside_the_loop() -> None:
             assert compiled == kernels
 
 
-def test_item_and_bool_are_never_called(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_item_and_bool_are_never_called(kernel_runner: Runner, monkeypatch: pytest.MonkeyPatch) -> None:
     params = make_params([(70,)])
-    with RUNNER.running():
+    with kernel_runner.running():
         optimizer = tritonamp.AdamW(params, max_norm=1.0, loss_scale="dynamic", backend="triton")
         set_grads(params, scaled(optimizer))
         optimizer.step()
@@ -180,13 +179,13 @@ def test_the_plan_is_never_stale(runner: Runner) -> None:  # noqa: C901 - a list
 
 @pytest.mark.parametrize("exception", [RuntimeError("device fell over"), KeyboardInterrupt()], ids=repr)
 def test_an_aborted_launch_leaves_a_working_optimizer(
-    exception: BaseException, monkeypatch: pytest.MonkeyPatch
+    kernel_runner: Runner, exception: BaseException, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Its workspace, whose barrier counters may be anything, is dropped."""
     from tritonamp.backends import triton as backend
 
     params = make_params([(600,), (4,)])
-    with RUNNER.running():
+    with kernel_runner.running():
         optimizer = tritonamp.AdamW(params, max_norm=1.0, loss_scale=None, backend="triton")
         set_grads(params)
         checked_step(optimizer)
@@ -209,7 +208,9 @@ def test_an_aborted_launch_leaves_a_working_optimizer(
         checked_step(optimizer)
 
 
-def test_two_launches_where_a_cooperative_one_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_two_launches_where_a_cooperative_one_is_refused(
+    kernel_runner: Runner, monkeypatch: pytest.MonkeyPatch
+) -> None:
     from tritonamp.backends import triton as backend
 
     class Refused:
@@ -222,7 +223,7 @@ def test_two_launches_where_a_cooperative_one_is_refused(monkeypatch: pytest.Mon
     params = make_params([(600,), (4,)])
     monkeypatch.setattr(backend, "step_kernel", Refused())
     monkeypatch.setattr(backend, "JITFunction", object if not IS_INTERPRETED else int)
-    with RUNNER.running() as launches:
+    with kernel_runner.running() as launches:
         optimizer = tritonamp.AdamW(params, max_norm=1.0, loss_scale=4.0, backend="triton")
         for step in range(3):
             set_grads(params, scaled(optimizer))
@@ -233,22 +234,22 @@ def test_two_launches_where_a_cooperative_one_is_refused(monkeypatch: pytest.Mon
 
 
 @pytest.mark.compiled
-def test_a_refused_grid_is_tried_smaller_first(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_refused_grid_is_tried_smaller_first(kernel_runner: Runner, monkeypatch: pytest.MonkeyPatch) -> None:
     """Part of the device may be taken: one program per multiprocessor, before giving up on a single launch."""
     from tritonamp.backends import table
     from tritonamp.backends import triton as backend
 
     monkeypatch.setattr(table, "MIN_CHUNK", 64)
     params = make_params([(600,), (4,)])
-    with RUNNER.running() as launches:
+    with kernel_runner.running() as launches:
         optimizer = tritonamp.AdamW(params, max_norm=1.0, loss_scale=None, backend="triton")
         for step in range(3):
             if step == 1:
                 launch = next(iter(optimizer._backend._launches.values()))
-                assert launch._programs > 3
+                assert launch._programs > kernel_runner.programs
                 launch._programs = 10_000  # more than there is room for
                 monkeypatch.setattr(optimizer._backend._workspace.table, "n_chunks", 10_000)
             set_grads(params)
             checked_step(optimizer)
-        assert launch._programs == 3
+        assert launch._programs == kernel_runner.programs
         assert [launch.name for launch in launches.launches] == [backend.step_kernel.__name__] * 3

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import itertools
 from typing import Any
 
@@ -276,20 +277,13 @@ def test_autograd_sees_the_update(runner: Runner) -> None:
 
 
 @pytest.mark.parametrize("shapes", [SHAPES, [(2000,)]], ids=["many", "one"])
-def test_bits_do_not_depend_on_the_number_of_programs(
-    shapes: list[tuple[int, ...]], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    from conftest import KERNEL_RUNNERS
-
-    from tritonamp.backends import table
-
-    monkeypatch.setattr(table, "MIN_CHUNK", 512)
+def test_bits_do_not_depend_on_the_number_of_programs(kernel_runner: Runner, shapes: list[tuple[int, ...]]) -> None:
     results = []
-    for kernel_runner in KERNEL_RUNNERS:
+    for programs in (1, 2, 5):
         for seed in (None, 1):
             torch.manual_seed(0)
             params = make_params(shapes)
-            with kernel_runner.running(seed=seed):
+            with dataclasses.replace(kernel_runner, programs=programs, seed=seed).running():
                 optimizer = AdamW(params, max_norm=1.0, loss_scale=16.0, backend="triton")
                 for _ in range(2):
                     set_grads(params, scaled(optimizer))

@@ -8,9 +8,7 @@ from typing import Any
 
 import pytest
 import torch
-from conftest import IS_INTERPRETED, RUNNERS, Runner
-
-from tritonamp.backends import table
+from conftest import IS_INTERPRETED, RUNNERS, Runner, choose
 
 HAS_GPU = torch.cuda.is_available() and not IS_INTERPRETED
 
@@ -36,19 +34,17 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
             item.add_marker(pytest.mark.skip("needs a CUDA device and compiled kernels"))
 
 
-def _run(runner: Runner, monkeypatch: pytest.MonkeyPatch) -> Iterator[Runner]:
-    monkeypatch.setattr(table, "MIN_CHUNK", 512)  # small tensors make several chunks
-    with runner.running():
-        yield runner
-
-
 @pytest.fixture(params=ALL_RUNNERS, ids=str)
 def runner(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Iterator[Runner]:
     """Every backend that this process can run."""
-    yield from _run(request.param, monkeypatch)
+    runner = choose(request, monkeypatch)
+    with runner.running():
+        yield runner
 
 
 @pytest.fixture(params=[runner for runner in ALL_RUNNERS if runner.backend == "triton"], ids=str)
 def triton_runner(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Iterator[Runner]:
     """Every way to run the kernels that this process has."""
-    yield from _run(request.param, monkeypatch)
+    runner = choose(request, monkeypatch)
+    with runner.running():
+        yield runner

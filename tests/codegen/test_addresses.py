@@ -7,13 +7,12 @@ import re
 import pytest
 import torch
 from codegen.compile import compiled
-from conftest import KERNEL_RUNNERS, Runner
+from conftest import Runner
 from problem import checked_step, set_grads
 from torch import Tensor
 from tritonamp.kernels import table as layout
 
 from tritonamp import AdamW
-from tritonamp.backends import table
 from tritonamp.backends.workspace import Workspace
 
 MORE = 2**33  # elements
@@ -50,10 +49,8 @@ def begin_earlier(words: Tensor) -> None:
     words[chunks:end] += MORE // header["CHUNK_SIZE"]
 
 
-@pytest.mark.parametrize("kernel_runner", KERNEL_RUNNERS[-1:], ids=str)
 def test_elements_beyond_2_to_the_33(kernel_runner: Runner, monkeypatch: pytest.MonkeyPatch) -> None:
     """Wide, left over, misaligned and strided."""
-    monkeypatch.setattr(table, "MIN_CHUNK", 512)
     copy = Workspace._copy
 
     def copy_and_begin_earlier(workspace: Workspace, target: Tensor, *args: object) -> None:

@@ -4,15 +4,15 @@ from __future__ import annotations
 
 import itertools
 import math
+from dataclasses import replace
 from typing import Any
 
-import pytest
 import torch
-from conftest import IS_INTERPRETED, KERNEL_RUNNERS, RUNNERS, Runner
-from hypothesis import assume, given
+from conftest import Runner
+from hypothesis import assume
 from hypothesis import strategies as st
 from problem import scaled
-from property.tools import assert_same_bits, everything, fewer, params_of, values, world
+from property.tools import KERNELS, assert_same_bits, everything, law, params_of, seeds, values, world
 
 import tritonamp
 from tritonamp.testing import expect, strategies
@@ -20,8 +20,6 @@ from tritonamp.testing.problems import Problem, StepSpec, TensorSpec
 
 NORM_ERROR = 5e-7
 KINDS = ["SGD", "Adam", "AdamW"]
-runners = pytest.mark.parametrize("runner", RUNNERS, ids=str)
-seeds = st.integers(0, 2**16)
 
 
 def problems(**options: Any) -> st.SearchStrategy[Problem]:
@@ -50,26 +48,25 @@ def stepped(kind: str, params: Any, options: dict[str, Any], backend: str, *, ch
     return optimizer
 
 
-@given(
+@law(
+    KERNELS,
     problem=problems(),
     optimizer=optimizers(),
-    arch=st.sampled_from([80, 90, 100]),
-    runs=st.lists(st.tuples(st.integers(1, 8), st.none() | seeds), min_size=2, max_size=3),
+    others=st.lists(st.tuples(st.integers(1, 8), st.none() | seeds), min_size=1, max_size=2),
     step=strategies.step_specs(),
 )
 def test_results_are_bitwise_independent_of_grid_and_interleaving(
+    runner: Runner,
     problem: Problem,
     optimizer: tuple[str, dict[str, Any]],
-    arch: int,
-    runs: list[tuple[int, int | None]],
+    others: list[tuple[int, int | None]],
     step: StepSpec,
 ) -> None:
     """On the virtual GPU with race detection on. Architectures may add up in orders of their own."""
     kind, options = optimizer
-    target = {} if IS_INTERPRETED else {"arch": arch}
     results = []
-    for programs, seed in runs:
-        with world(Runner(KERNEL_RUNNERS[0].name, programs), seed=seed, **target):
+    for each in [runner, *(replace(runner, programs=programs, seed=seed) for programs, seed in others)]:
+        with world(each):
             ours = getattr(tritonamp, kind)(problem.params(), **options, loss_scale=4.0, backend="triton")
             problem.set_grads(params_of(ours), scaled(ours), step)
             ours.step()
@@ -78,8 +75,7 @@ def test_results_are_bitwise_independent_of_grid_and_interleaving(
         assert_same_bits(result, results[0])
 
 
-@runners
-@given(problem=problems(), optimizer=optimizers(), order=st.randoms(use_true_random=False), groups=st.integers(1, 3))
+@law(problem=problems(), optimizer=optimizers(), order=st.randoms(use_true_random=False), groups=st.integers(1, 3))
 def test_permuting_and_regrouping_tensors_moves_only_the_norms_rounding(
     runner: Runner, problem: Problem, optimizer: tuple[str, dict[str, Any]], order: Any, groups: int
 ) -> None:
@@ -96,8 +92,7 @@ def test_permuting_and_regrouping_tensors_moves_only_the_norms_rounding(
     assert_close_norms(norms)
 
 
-@runners
-@given(
+@law(
     size=st.integers(2, 1600),
     exponent=st.integers(-40, 40),
     seed=seeds,
@@ -123,9 +118,7 @@ def test_splitting_a_tensor_moves_only_the_norms_rounding(
     assert_close_norms(norms)
 
 
-@runners
-@given(problem=problems(), optimizer=optimizers(), chunks=st.permutations([8, 128, 512, 2048]))
-@fewer(2)
+@law(share=1 / 2, problem=problems(), optimizer=optimizers(), chunks=st.permutations([8, 128, 512, 2048]))
 def test_the_chunk_size_moves_only_the_norms_rounding(
     runner: Runner, problem: Problem, optimizer: tuple[str, dict[str, Any]], chunks: list[int]
 ) -> None:
@@ -145,8 +138,7 @@ def assert_close_norms(norms: list[float]) -> None:
     assert a == b or abs(a - b) <= 2 * NORM_ERROR * max(a, b) + 2.0**-148
 
 
-@runners
-@given(problem=problems(exponents=(-20, 20)), optimizer=optimizers(), exponent=st.integers(-60, 60))
+@law(problem=problems(exponents=(-20, 20)), optimizer=optimizers(), exponent=st.integers(-60, 60))
 def test_scaling_by_a_power_of_two_and_unscaling_is_exact(
     runner: Runner, problem: Problem, optimizer: tuple[str, dict[str, Any]], exponent: int
 ) -> None:

@@ -6,13 +6,12 @@ import copy
 import math
 from typing import Any
 
-import pytest
 import torch
-from conftest import RUNNERS, Runner
-from hypothesis import assume, given
+from conftest import Runner
+from hypothesis import assume
 from hypothesis import strategies as st
 from problem import scaled
-from property.tools import assert_same_bits, everything, fewer, numbers_of, params_of, values, world
+from property.tools import assert_same_bits, everything, law, numbers_of, params_of, values, world
 
 import tritonamp
 from tritonamp.testing import expect, strategies
@@ -26,7 +25,6 @@ DTYPES = [
     (torch.float64, torch.float64),
 ]
 KINDS = ["SGD", "Adam", "AdamW"]
-runners = pytest.mark.parametrize("runner", RUNNERS, ids=str)
 
 
 def problems(**options: Any) -> st.SearchStrategy[Problem]:
@@ -61,8 +59,7 @@ def train(optimizer: Any, problem: Problem, step: StepSpec, *, check: bool = Fal
         expectation.check()
 
 
-@runners
-@given(
+@law(
     problem=problems(),
     optimizer=optimizers(),
     scale=strategies.loss_scales(),
@@ -81,8 +78,7 @@ def test_steps_equal_the_oracle_within_its_bound(
             train(ours, problem, step, check=True)
 
 
-@runners
-@given(problem=problems(), optimizer=optimizers(), overflow=strategies.overflows(), is_unscaled=st.booleans())
+@law(problem=problems(), optimizer=optimizers(), overflow=strategies.overflows(), is_unscaled=st.booleans())
 def test_one_nonfinite_element_changes_nothing_but_scale_and_skip_counters(
     runner: Runner, problem: Problem, optimizer: tuple[str, dict[str, Any]], overflow: Overflow, is_unscaled: bool
 ) -> None:
@@ -102,8 +98,7 @@ def test_one_nonfinite_element_changes_nothing_but_scale_and_skip_counters(
         assert (numbers_of(ours)["scale"], numbers_of(ours)["_growth_tracker"]) == (8.0, 0)
 
 
-@runners
-@given(problem=problems(exponents=(-8, 4), grads=["normal"]), max_norm=st.sampled_from([0.0, 1e-3, 1.0, 30.0]))
+@law(problem=problems(exponents=(-8, 4), grads=["normal"]), max_norm=st.sampled_from([0.0, 1e-3, 1.0, 30.0]))
 def test_the_norm_after_clipping_is_at_most_max_norm(runner: Runner, problem: Problem, max_norm: float) -> None:
     """Read off the update of an SGD with lr 1 on parameters that are zero, in dtypes that hold it."""
     assume(all(t.dtype in (torch.float32, torch.float64) for t in problem.tensors))
@@ -118,8 +113,7 @@ def test_the_norm_after_clipping_is_at_most_max_norm(runner: Runner, problem: Pr
         assert float(update.norm()) <= max_norm * (1 + 1e-6)
 
 
-@runners
-@given(problem=problems(), optimizer=optimizers(), step=strategies.step_specs(overflow=False))
+@law(problem=problems(), optimizer=optimizers(), step=strategies.step_specs(overflow=False))
 def test_an_infinite_max_norm_is_no_clip(
     runner: Runner, problem: Problem, optimizer: tuple[str, dict[str, Any]], step: StepSpec
 ) -> None:
@@ -132,15 +126,14 @@ def test_an_infinite_max_norm_is_no_clip(
     assert_same_bits(*results)
 
 
-@runners
-@given(
+@law(
+    share=1 / 2,
     problem=problems(max_tensors=3),
     optimizer=optimizers(extreme=False),
     scale=strategies.loss_scales(),
     first=strategies.sequences(max_steps=2),
     then=strategies.sequences(max_steps=2),
 )
-@fewer(2)
 def test_saving_and_loading_does_not_change_what_follows(
     runner: Runner,
     problem: Problem,
@@ -174,8 +167,7 @@ def assert_same_states(a: dict[int, dict[str, Any]], b: dict[int, dict[str, Any]
         assert_same_bits(list(state.values()), [b[number][key] for key in state])
 
 
-@runners
-@given(problem=problems(grads=["none"]), optimizer=optimizers(), is_zero_size=st.booleans())
+@law(problem=problems(grads=["none"]), optimizer=optimizers(), is_zero_size=st.booleans())
 def test_a_step_without_elements_does_nothing(
     runner: Runner, problem: Problem, optimizer: tuple[str, dict[str, Any]], is_zero_size: bool
 ) -> None:
@@ -193,9 +185,7 @@ def test_a_step_without_elements_does_nothing(
         assert (float(ours.grad_norm), float(ours.found_inf)) == (0.0, 0.0)
 
 
-@runners
-@given(problem=problems(max_tensors=3), data=st.data(), kind=st.sampled_from(KINDS))
-@fewer(2)
+@law(share=1 / 2, problem=problems(max_tensors=3), data=st.data(), kind=st.sampled_from(KINDS))
 def test_changed_hyperparameters_take_effect_at_once(
     runner: Runner, problem: Problem, data: st.DataObject, kind: str
 ) -> None:

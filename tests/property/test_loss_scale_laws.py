@@ -5,19 +5,17 @@ from __future__ import annotations
 import copy
 from typing import Any
 
-import pytest
 import torch
-from conftest import RUNNERS, Runner
+from conftest import Runner
 from hypothesis import given
 from hypothesis import strategies as st
 from problem import scaled
-from property.tools import fewer, numbers_of, world
+from property.tools import law, numbers_of, world
 
 import tritonamp
 from tritonamp.loss_scale import advance
 from tritonamp.testing import ScaleState, next_scale, strategies
 
-runners = pytest.mark.parametrize("runner", RUNNERS, ids=str)
 outcomes = st.lists(st.booleans(), min_size=1, max_size=12)
 
 
@@ -37,9 +35,7 @@ def test_the_host_rule_equals_the_oracle(settings: dict[str, Any], found: list[b
         assert state_of(loss_scale) == want
 
 
-@runners
-@given(settings=strategies.loss_scales(), found=outcomes)
-@fewer(3)
+@law(share=1 / 3, settings=strategies.loss_scales(), found=outcomes)
 def test_the_scale_equals_the_oracle_over_steps(runner: Runner, settings: dict[str, Any], found: list[bool]) -> None:
     param = torch.zeros(3, requires_grad=True)
     with world(runner):
@@ -53,9 +49,9 @@ def test_the_scale_equals_the_oracle_over_steps(runner: Runner, settings: dict[s
             assert ScaleState.from_state_dict(numbers_of(optimizer)) == want
 
 
-@runners
-@given(settings=strategies.loss_scales(), found=st.lists(st.tuples(st.booleans(), st.booleans()), max_size=6))
-@fewer(3)
+@law(
+    share=1 / 3, settings=strategies.loss_scales(), found=st.lists(st.tuples(st.booleans(), st.booleans()), max_size=6)
+)
 def test_a_shared_scale_moves_once_per_iteration(
     runner: Runner, settings: dict[str, Any], found: list[tuple[bool, bool]]
 ) -> None:

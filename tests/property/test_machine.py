@@ -8,7 +8,6 @@ from typing import Any
 
 import pytest
 import torch
-from conftest import RUNNERS, Runner
 from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import (
@@ -19,7 +18,19 @@ from hypothesis.stateful import (
     rule,
     run_state_machine_as_test,
 )
-from property.tools import assert_same_bits, everything, fewer, is_bad, numbers_of, params_of, values, world
+from property.tools import (
+    EVERYWHERE,
+    assert_same_bits,
+    everything,
+    how,
+    is_bad,
+    numbers_of,
+    params_of,
+    runners,
+    seeds,
+    values,
+    world,
+)
 from torch import Tensor
 
 import tritonamp
@@ -36,7 +47,6 @@ SGD_OPTIONS = {**OPTIONS, "momentum": [0.0, 0.9], "dampening": [0.0, 0.5]}
 ADAM_OPTIONS = {**OPTIONS, "betas": [(0.9, 0.999), (0.0, 0.5)], "eps": [1e-8, 1e-3], "amsgrad": [False, True]}
 KINDS = [tritonamp.SGD, tritonamp.Adam, tritonamp.AdamW]
 
-seeds = st.integers(0, 2**16)
 picks = st.integers(0, 2**16)  # of one among what there is by then
 scales = st.builds(
     ScaleState,
@@ -72,11 +82,10 @@ class Training(RuleBasedStateMachine):
         is_unscaled, pending: ``unscale_()`` was called, and has seen an inf or NaN.
     """
 
-    def __init__(self, runner: Runner) -> None:
+    def __init__(self, name: str) -> None:
         super().__init__()
+        self.runners = runners(name)
         self.stack = contextlib.ExitStack()
-        self.stack.enter_context(world(runner))
-        self.backend = runner.backend
 
     def teardown(self) -> None:
         self.stack.close()
@@ -100,6 +109,9 @@ class Training(RuleBasedStateMachine):
         skip_norm: float | None,
         data: st.DataObject,
     ) -> None:
+        runner = data.draw(self.runners)
+        self.stack.enter_context(world(runner))
+        self.backend = runner.backend
         self.kind, self.dtype, self.skip_norm = kind, dtype, skip_norm
         self.options = SGD_OPTIONS if kind is tritonamp.SGD else ADAM_OPTIONS
         self.scale, self.skipped, self.consecutive = scale, 0, 0
@@ -291,6 +303,6 @@ class Training(RuleBasedStateMachine):
             assert counts == (self.skipped, self.consecutive)
 
 
-@pytest.mark.parametrize("runner", RUNNERS, ids=str)
-def test_any_sequence_of_calls_equals_the_model(runner: Runner) -> None:
-    run_state_machine_as_test(lambda: Training(runner), settings=settings(fewer(1), stateful_step_count=20))
+@pytest.mark.parametrize("name", EVERYWHERE)
+def test_any_sequence_of_calls_equals_the_model(name: str) -> None:
+    run_state_machine_as_test(lambda: Training(name), settings=settings(how(name), stateful_step_count=20))
