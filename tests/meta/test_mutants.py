@@ -1,28 +1,22 @@
-"""The tests can fail: a step with one mistake in it does not pass for the oracle's.
-
-The mutants are of the kernels where these are interpreted, else of the torch backend. Compiled kernels have the same
-source as interpreted ones, and are not compiled once more for each mistake.
-"""
+"""The tests can fail: a step with one mistake in it does not pass for the oracle's, in kernels and torch backend."""
 
 from __future__ import annotations
 
-import importlib
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import pytest
 import torch
-from conftest import IS_INTERPRETED, Runner
-from meta.mutate import mutate
+from conftest import RUNNERS, Runner, choose
+from meta.mutate import mutate, mutate_kernels
 from problem import checked_step, make_params, scaled, set_grads
 
 import tritonamp
-from tritonamp.backends import table
+from tritonamp import loss_scale
 from tritonamp.backends import torch as torch_backend
+from tritonamp.backends import triton as triton_backend
 
-KERNELS = ["kernels.rules", "kernels.norm", "kernels.scale", "kernels.grid", "kernels.step", "backends.triton"]
-NAMES = KERNELS if IS_INTERPRETED else ["loss_scale", "backends.torch"]
-MODULES = [importlib.import_module(f"tritonamp.{name}") for name in NAMES]
+MODULES = [loss_scale, torch_backend]
 SGD, AdamW = tritonamp.SGD, tritonamp.AdamW
 
 Edits = dict[str, str]
@@ -188,10 +182,9 @@ MUTANTS = [
 ]
 
 
-@pytest.fixture(params=["interpreted" if IS_INTERPRETED else "torch"])
+@pytest.fixture(params=RUNNERS, ids=str)
 def runner(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Any:
-    runner = Runner(request.param, 2)
-    monkeypatch.setattr(table, "MIN_CHUNK", 512)
+    runner = choose(request, monkeypatch)
     # The rules of torch's fused kernels are not ours to mutate.
     monkeypatch.setattr(torch_backend.TorchBackend, "_can_fuse", lambda self, entry, group: False)
     with runner.running():
@@ -204,8 +197,8 @@ def compare(runner: Runner, make: Any, max_norm: float = 1.0, size: float = 1.0,
     groups = [{"params": params[:2]}, {"params": params[2:], "lr": 0.02}]
     if make is AdamW:
         options = {"eps": 1e-3, "weight_decay": 0.1, **options}
-    loss_scale = tritonamp.LossScale(256.0, growth_interval=2)
-    optimizer = make(groups, lr=0.05, max_norm=max_norm, loss_scale=loss_scale, backend=runner.backend, **options)
+    scale = tritonamp.LossScale(256.0, growth_interval=2)
+    optimizer = make(groups, lr=0.05, max_norm=max_norm, loss_scale=scale, backend=runner.backend, **options)
     for step in range(4):
         set_grads(params, size * scaled(optimizer))
         if step == 1:
@@ -217,8 +210,20 @@ def compare(runner: Runner, make: Any, max_norm: float = 1.0, size: float = 1.0,
 def test_the_comparison_rejects(
     mutant: Mutant, runner: Runner, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
-    name, edits = mutant.kernel if IS_INTERPRETED else mutant.torch
     compare(runner, mutant.make, **mutant.options)
-    mutate(monkeypatch, tmp_path, MODULES, name, edits)
+    if runner.backend == "torch":
+        mutate(monkeypatch, tmp_path, MODULES, *mutant.torch)
+    else:
+        mutate_kernels(monkeypatch, tmp_path, triton_backend, *mutant.kernel)
     with pytest.raises(AssertionError, match=mutant.message):
         compare(runner, mutant.make, **mutant.options)
+
+
+def test_a_copy_of_the_kernels_without_a_mistake_passes(
+    kernel_runner: Runner, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    original = triton_backend.step_kernel
+    mutate_kernels(monkeypatch, tmp_path, triton_backend, "adam_update", {})
+    assert triton_backend.step_kernel is not original
+    with kernel_runner.running():
+        compare(kernel_runner, AdamW)
