@@ -1,0 +1,48 @@
+"""Functions run on all ranks of a process group, one process each."""
+
+from __future__ import annotations
+
+import datetime as dt
+import multiprocessing
+from collections.abc import Callable, Iterator
+from concurrent.futures import ProcessPoolExecutor
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import torch
+from conftest import Runner
+from torch import distributed
+
+RANKS = 2
+Run = Callable[..., list[Any]]
+
+
+@contextmanager
+def ranks() -> Iterator[Run]:
+    """Processes that wait for work; what is yielded is called with a runner, a free path, a function and arguments.
+
+    On each rank the function is called with the rank, the runner's backend and the arguments; both have to be
+    picklable. Results are returned in the order of ranks. What a rank raises is raised.
+    """
+    with ProcessPoolExecutor(RANKS, multiprocessing.get_context("spawn")) as pool:
+
+        def run(runner: Runner, store: Path, function: Callable[..., Any], *args: Any) -> list[Any]:
+            # A rank waits for the others before it does anything, so that each is in a process of its own.
+            futures = [pool.submit(_on_rank, rank, runner, store, function, args) for rank in range(RANKS)]
+            return [future.result() for future in futures]
+
+        yield run
+
+
+def _on_rank(rank: int, runner: Runner, store: Path, function: Callable[..., Any], args: tuple[Any, ...]) -> Any:
+    torch.manual_seed(rank)
+    # Not for ever, where one has failed and the other waits for it.
+    timeout = dt.timedelta(seconds=30)
+    distributed.init_process_group("gloo", f"file://{store}", timeout, RANKS, rank)
+    try:
+        distributed.barrier()  # before one is through with it, the others have to be connected
+        with runner.running():
+            return function(rank, runner.backend, *args)
+    finally:
+        distributed.destroy_process_group()
