@@ -34,9 +34,10 @@ test: $(INSTALLED)  ## run the tests, with compiled kernels and with interpreted
 	$(PYTEST) -m "not interpreted"
 	TRITON_INTERPRET=1 $(PYTEST) -m "not compiled"
 
+# Interpreted kernels know no architecture: of their tests, only those of the laws draw more.
 test-deep: export HYPOTHESIS_PROFILE := nightly
-test-deep: $(INSTALLED)  ## check the laws on thousands of drawn examples each, for hours
-	$(PYTEST) -m "not interpreted" tests/property
+test-deep: $(INSTALLED)  ## run the kernels' tests for every architecture, and check the laws on thousands of examples
+	$(PYTEST) -m "not interpreted"
 	TRITON_INTERPRET=1 $(PYTEST) -m "not compiled" tests/property
 
 coverage: $(INSTALLED)  ## run the tests and report the lines and branches they miss

@@ -23,8 +23,8 @@ from tritonamp.optimizer import FusedOptimizer
 
 KERNELS = ["interpreted" if IS_INTERPRETED else "compiled"]
 EVERYWHERE = KERNELS if IS_INTERPRETED else ["torch", *KERNELS]
-# Of each law, where the profile draws more than kernels without a GPU can take.
-NIGHTLY = {"torch": 3000, "interpreted": 300, "compiled": 300}
+# An example takes about 0.01 s of processor time on torch, 0.06 s compiled and 0.11 s interpreted.
+NIGHTLY = {"torch": 3000, "interpreted": 500, "compiled": 1000}
 
 seeds = st.integers(0, 2**16)
 
