@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import datetime as dt
 import multiprocessing
+import sys
 from collections.abc import Callable, Iterator
 from concurrent.futures import ProcessPoolExecutor
 from contextlib import contextmanager
@@ -25,7 +26,7 @@ def ranks() -> Iterator[Run]:
     On each rank the function is called with the rank, the runner's backend and the arguments; both have to be
     picklable. Results are returned in the order of ranks. What a rank raises is raised.
     """
-    with ProcessPoolExecutor(RANKS, multiprocessing.get_context("spawn")) as pool:
+    with ProcessPoolExecutor(RANKS, multiprocessing.get_context("spawn"), initializer=_find_tests) as pool:
 
         def run(runner: Runner, store: Path, function: Callable[..., Any], *args: Any) -> list[Any]:
             # A rank waits for the others before it does anything, so that each is in a process of its own.
@@ -33,6 +34,11 @@ def ranks() -> Iterator[Run]:
             return [future.result() for future in futures]
 
         yield run
+
+
+def _find_tests() -> None:
+    """Functions are pickled by the names that pytest gives test modules, from the root on."""
+    sys.path.append(str(Path(__file__).parents[2]))
 
 
 def _on_rank(rank: int, runner: Runner, store: Path, function: Callable[..., Any], args: tuple[Any, ...]) -> Any:
