@@ -22,7 +22,8 @@ class Adam(FusedOptimizer):
     Args:
         params: parameters or groups.
         lr: learning rate, a number or a tensor of one element; >= 0.
-        betas: decay rates of the first and second moment; each in [0, 1).
+        betas: decay rates of the first and second moment; each in [0, 1). Numbers, or tensors of one element on
+            the CPU, which are read at every step.
         eps: added to the denominator; >= 0.
         weight_decay: L2 penalty, or decay of the weights if decoupled; >= 0.
         amsgrad: divide by the largest second moment so far.
@@ -41,7 +42,7 @@ class Adam(FusedOptimizer):
         self,
         params: ParamsT,
         lr: float | Tensor = 1e-3,
-        betas: tuple[float, float] = (0.9, 0.999),
+        betas: tuple[float, float] | tuple[Tensor, Tensor] = (0.9, 0.999),
         eps: float = 1e-8,
         weight_decay: float = 0.0,
         amsgrad: bool = False,
@@ -83,7 +84,11 @@ class Adam(FusedOptimizer):
         super()._check_group(group)
         check_at_least_0("eps", group["eps"])
         check_at_least_0("weight_decay", group["weight_decay"])
+        if len({isinstance(beta, Tensor) for beta in group["betas"]}) > 1:
+            raise ValueError(f"betas must be both numbers or both tensors, got {group['betas']!r}")
         for i, beta in enumerate(group["betas"], 1):
+            if isinstance(beta, Tensor):
+                _check_tensor_beta(f"beta{i}", beta)
             if not 0.0 <= beta < 1.0:
                 raise ValueError(f"beta{i} must be in [0, 1), got {beta!r}")
 
@@ -91,9 +96,16 @@ class Adam(FusedOptimizer):
         return ("exp_avg", "exp_avg_sq", "max_exp_avg_sq") if group["amsgrad"] else ("exp_avg", "exp_avg_sq")
 
     def _hyper(self, group: dict[str, Any]) -> tuple[float, ...]:
-        beta1, beta2 = group["betas"]
+        beta1, beta2 = map(float, group["betas"])
         log_betas = (math.log(beta) if beta > 0 else -math.inf for beta in (beta1, beta2))
         return (group["weight_decay"], group["decoupled_weight_decay"], beta1, beta2, *log_betas, group["eps"])
+
+
+def _check_tensor_beta(name: str, beta: Tensor) -> None:
+    if beta.numel() != 1:
+        raise ValueError(f"{name} must have one element, got shape {tuple(beta.shape)}")
+    if beta.device.type != "cpu":
+        raise ValueError(f"{name} must lie on the CPU, where it is read, got {beta.device}")
 
 
 class AdamW(Adam):
@@ -103,7 +115,7 @@ class AdamW(Adam):
         self,
         params: ParamsT,
         lr: float | Tensor = 1e-3,
-        betas: tuple[float, float] = (0.9, 0.999),
+        betas: tuple[float, float] | tuple[Tensor, Tensor] = (0.9, 0.999),
         eps: float = 1e-8,
         weight_decay: float = 1e-2,
         amsgrad: bool = False,

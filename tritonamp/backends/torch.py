@@ -277,6 +277,7 @@ def _sgd_plain(group: dict[str, Any], p: Tensor, g: Tensor, states: Sequence[Ten
 
 def _adam_fused(group: dict[str, Any], items: Sequence[Item], factor: float) -> None:
     params, grads, steps, divisor = _columns(items, factor)
+    beta1, beta2 = map(float, group["betas"])
     fused = torch._fused_adamw_ if group["decoupled_weight_decay"] else torch._fused_adam_
     fused(
         params,
@@ -286,8 +287,8 @@ def _adam_fused(group: dict[str, Any], items: Sequence[Item], factor: float) -> 
         [],
         steps,
         lr=float(group["lr"]),
-        beta1=group["betas"][0],
-        beta2=group["betas"][1],
+        beta1=beta1,
+        beta2=beta2,
         weight_decay=group["weight_decay"],
         eps=group["eps"],
         amsgrad=False,
@@ -297,7 +298,7 @@ def _adam_fused(group: dict[str, Any], items: Sequence[Item], factor: float) -> 
 
 
 def _adam_plain(group: dict[str, Any], p: Tensor, g: Tensor, states: Sequence[Tensor], step: float) -> None:
-    beta1, beta2 = group["betas"]
+    beta1, beta2 = map(float, group["betas"])
     lr, weight_decay = float(group["lr"]), group["weight_decay"]
     if weight_decay != 0 and group["decoupled_weight_decay"]:
         p.mul_(1 - lr * weight_decay)
