@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import weakref
 from collections.abc import Callable, Iterator, Mapping
 from itertools import chain
 from typing import Any, ClassVar
@@ -27,6 +28,7 @@ from .loss_scale import LossScale
 from .plan import MASTER, Plan, how_kept, prepare_state, state_keys
 from .report import StepReport
 from .scaling import as_scalar, make_loss_scale, scale_outputs, unscale_grads
+from .wrapping import of_itself
 
 
 class FusedOptimizer(StepReport):
@@ -106,6 +108,7 @@ class FusedOptimizer(StepReport):
 
     def _start(self) -> None:
         """Set up what is neither copied nor pickled, after what is."""
+        self._itself = weakref.ref(self)
         self._plan = Plan()
         self._backend: Backend | None = None
         self._outer_found_inf: Any = None
@@ -147,6 +150,7 @@ class FusedOptimizer(StepReport):
     # what scale() notes down. (`torch.compiler.disable` would import the compiler with this module.)
 
     @_disable_dynamo
+    @of_itself
     def scale(self, outputs: Any) -> Any:
         """Multiply a loss by the loss scale; what ``torch.amp.GradScaler.scale`` takes is taken.
 
@@ -180,6 +184,7 @@ class FusedOptimizer(StepReport):
         self.scale(loss).backward(**kwargs)
 
     @_disable_dynamo
+    @of_itself
     def unscale_(self) -> None:
         """Divide the gradients by the loss scale in place, to look at them or change them before ``step()``.
 
@@ -303,6 +308,7 @@ class FusedOptimizer(StepReport):
         self._is_unscaled = False
 
     @_disable_dynamo
+    @of_itself
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Reset the gradients, as ``torch.optim.Optimizer.zero_grad``; forgets that they were unscaled."""
         self._clear_unscaled()
@@ -354,6 +360,7 @@ class FusedOptimizer(StepReport):
             return None
         return {**self._loss_scale.state_dict(), "_is_armed": int(self._is_armed)}
 
+    @of_itself
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Take over a checkpoint of ours or of torch's optimizer of the same name.
 

@@ -3,17 +3,20 @@
 from __future__ import annotations
 
 import math
+import weakref
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from .backends import CONSECUTIVE_SKIPS, FOUND_INF, GRAD_NORM, OUTCOME, SKIPPED, SKIPPED_STEPS
+from .wrapping import of_itself
 
 
 class StepReport(torch.optim.Optimizer):
     """An optimizer whose steps report on themselves, in a vector on the device: reading it costs no sync."""
 
+    _itself: weakref.ref[Any]
     _outcome: Tensor | None  # made when first asked for
     _outer_found_inf: Any
 
@@ -57,6 +60,7 @@ class StepReport(torch.optim.Optimizer):
         """Whether the last step was skipped. Waits for the device."""
         return bool(self._read(SKIPPED, torch.bool))
 
+    @of_itself
     def _read(self, at: int, dtype: torch.dtype) -> Tensor:
         return self._outcome_state()[at].to(dtype)
 
