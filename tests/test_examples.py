@@ -1,4 +1,4 @@
-"""The examples run, and the exit status of the comparing one can be either."""
+"""The examples run, and say by their exit status whether they have trained."""
 
 from __future__ import annotations
 
@@ -44,3 +44,28 @@ def test_digits_names_a_bad_argument(arguments: tuple[str, str], message: str, t
     done = run("digits.py", *arguments, cwd=tmp_path)
     assert done.returncode == 2
     assert message in done.stderr
+
+
+FRAMEWORKS = ["accelerate_digits.py", "trainer_tiny.py", "lightning_digits.py"]
+
+WITHOUT_STEPS = """
+import runpy, sys, tritonamp
+tritonamp.AdamW.step = lambda self, closure=None: None if closure is None else closure()
+runpy.run_path(sys.argv[1], run_name="__main__")
+"""
+
+
+@pytest.mark.compiled
+@pytest.mark.parametrize("name", FRAMEWORKS)
+def test_frameworks_train(name: str, tmp_path: Path) -> None:
+    done = run(name, cwd=tmp_path)
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert not list(tmp_path.iterdir())
+
+
+@pytest.mark.compiled
+@pytest.mark.parametrize("name", FRAMEWORKS)
+def test_frameworks_tell_where_the_training_is_no_good(name: str, tmp_path: Path) -> None:
+    command = [sys.executable, "-c", WITHOUT_STEPS, str(EXAMPLES / name)]
+    done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, check=False)
+    assert done.returncode == 1 and "Error" not in done.stderr, done.stdout + done.stderr
