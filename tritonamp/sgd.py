@@ -99,13 +99,17 @@ class SGD(FusedOptimizer):
             state.setdefault("step", 1.0)  # a loaded buffer counts as seeded
 
     def state_dict(self) -> dict[str, Any]:
-        """As torch's: a momentum buffer per parameter, once an applied step has seeded it. Waits for the device."""
+        """As torch's: a momentum buffer per parameter, once an applied step has seeded it. Waits for the device.
+
+        Without dampening a buffer of zeros does as well, and what is there does not depend on skipped steps.
+        """
         state_dict = super().state_dict()
         # The count of steps is ours alone: which buffers are seeded is known on the device only. Stochastic rounding
         # takes its random numbers by it.
         steps = {number: state["step"] for number, state in state_dict["state"].items() if "step" in state}
         counts = torch.stack(list(steps.values())).tolist() if steps else []
-        unseeded = {number for number, count in zip(steps, counts, strict=True) if count == 0}
+        dampened = {n for group in state_dict["param_groups"] if group["dampening"] != 0 for n in group["params"]}
+        unseeded = {number for number, count in zip(steps, counts, strict=True) if count == 0} & dampened
         state = {
             number: {k: value for k, value in of_param.items() if k != "step" or self.rounding == "stochastic"}
             for number, of_param in state_dict["state"].items()
