@@ -416,6 +416,7 @@ class FusedOptimizer(StepReport):
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         super().__setstate__(state)
+        self.defaults.pop("differentiable", None)  # which torch adds, and a group would then have
         for group in self.param_groups:
             for name, default in self.defaults.items():
                 group.setdefault(name, default)
