@@ -13,7 +13,6 @@ from cases.tools import leaf, scale_and_tracker, set_true_grads, steps_of, train
 from conftest import Runner
 from problem import assert_same_bits, values
 from torch import Tensor
-from torch.optim import lr_scheduler
 
 from tritonamp import SGD, Adam, AdamW, LossScale
 
@@ -164,44 +163,6 @@ def test_an_option_changed_between_steps_counts_at_once(
         seen.append(p.item())
         optimizer.param_groups[0].update(change)
     assert seen == pytest.approx(list(expected))
-
-
-SCHEDULERS: dict[type, Callable[[Any], Any]] = {
-    lr_scheduler.LambdaLR: lambda opt: lr_scheduler.LambdaLR(opt, lambda epoch: 0.5**epoch),
-    lr_scheduler.MultiplicativeLR: lambda opt: lr_scheduler.MultiplicativeLR(opt, lambda epoch: 0.5),
-    lr_scheduler.StepLR: lambda opt: lr_scheduler.StepLR(opt, 1),
-    lr_scheduler.MultiStepLR: lambda opt: lr_scheduler.MultiStepLR(opt, [1, 2]),
-    lr_scheduler.ConstantLR: lambda opt: lr_scheduler.ConstantLR(opt, total_iters=2),
-    lr_scheduler.LinearLR: lambda opt: lr_scheduler.LinearLR(opt, total_iters=3),
-    lr_scheduler.ExponentialLR: lambda opt: lr_scheduler.ExponentialLR(opt, 0.5),
-    lr_scheduler.PolynomialLR: lambda opt: lr_scheduler.PolynomialLR(opt, 3),
-    lr_scheduler.CosineAnnealingLR: lambda opt: lr_scheduler.CosineAnnealingLR(opt, 3),
-    lr_scheduler.CosineAnnealingWarmRestarts: lambda opt: lr_scheduler.CosineAnnealingWarmRestarts(opt, 2),
-    lr_scheduler.ReduceLROnPlateau: lambda opt: lr_scheduler.ReduceLROnPlateau(opt, patience=0),
-    lr_scheduler.CyclicLR: lambda opt: lr_scheduler.CyclicLR(opt, 0.1, 0.5, step_size_up=2),
-    lr_scheduler.OneCycleLR: lambda opt: lr_scheduler.OneCycleLR(opt, 0.5, total_steps=4),
-    lr_scheduler.SequentialLR: lambda opt: lr_scheduler.SequentialLR(
-        opt, [lr_scheduler.ConstantLR(opt), lr_scheduler.ExponentialLR(opt, 0.5)], [1]
-    ),
-    lr_scheduler.ChainedScheduler: lambda opt: lr_scheduler.ChainedScheduler(
-        [lr_scheduler.StepLR(opt, 1), lr_scheduler.ExponentialLR(opt, 0.5)]
-    ),
-}
-
-
-@pytest.mark.parametrize("kind", SCHEDULERS, ids=lambda kind: kind.__name__)
-def test_schedulers_steer_it_as_they_steer_torch(runner: Runner, kind: type) -> None:
-    # AP-05, ooples/AiDotNet.Tensors#549
-    p, q = leaf(1.0), leaf(1.0)
-    optimizer = SGD([p], lr=0.1, momentum=0.9, loss_scale=None, backend=runner.backend)
-    reference = torch.optim.SGD([q], lr=0.1, momentum=0.9)
-    schedulers = [SCHEDULERS[kind](opt) for opt in (optimizer, reference)]
-    for _ in range(3):
-        p.grad, q.grad = torch.tensor(1.0), torch.tensor(1.0)
-        for opt, scheduler in zip((optimizer, reference), schedulers, strict=True):
-            opt.step()
-            scheduler.step(*[1.0] if kind is lr_scheduler.ReduceLROnPlateau else [])
-        assert p.item() == pytest.approx(q.item())
 
 
 @pytest.mark.parametrize("make", [SGD, Adam])
