@@ -175,6 +175,16 @@ def test_import_needs_no_gpu_and_names_are_public() -> None:
     assert IS_INTERPRETED or SGD(make_params([(1,)]))._backend is None
 
 
+def test_a_parameter_given_twice_has_one_name(runner: Runner) -> None:
+    p, q = make_params([(5,), (7,)])
+    with pytest.warns(UserWarning, match="duplicate parameters"):
+        optimizer = AdamW([("p", p), ("q", q), ("again", p)], loss_scale=None, backend=runner.backend)
+    (group,) = optimizer.state_dict()["param_groups"]
+    assert (group["params"], group["param_names"]) == ([0, 1], ["p", "q"])
+    set_grads([p, q])
+    checked_step(optimizer)
+
+
 def test_frozen_parameters_may_be_anything(runner: Runner) -> None:
     """Quantized, elsewhere, or distributed: what has no gradient and asks for none is left out."""
     params = make_params([(5,), (7,)])

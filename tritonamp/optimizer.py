@@ -345,7 +345,11 @@ class FusedOptimizer(StepReport):
             self._check_group({**self.defaults, **param_group})
         super().add_param_group(param_group)
         group = self.param_groups[-1]
-        group["params"] = list(dict.fromkeys(group["params"]))
+        # By its first place, which is the last to be written.
+        places = {param: at for at, param in reversed(list(enumerate(group["params"])))}
+        for key in ("params", "param_names"):
+            if key in group:
+                group[key] = [group[key][at] for at in sorted(places.values())]
 
     def state_dict(self) -> dict[str, Any]:
         """As ``torch.optim.Optimizer.state_dict``; every group carries the loss scale as plain numbers."""
