@@ -1,4 +1,4 @@
-"""Handwritten digits with Lightning, in float16: Lightning's scaler scales the loss, tritonamp does all the rest."""
+"""Handwritten digits with Lightning, in float16: it scales the loss with our scaler, and tritonamp does the rest."""
 
 from __future__ import annotations
 
@@ -56,7 +56,7 @@ def main() -> int:
 
     device = "cuda" if torch.cuda.is_available() else "cpu"
     # A first scale that overflows, to see steps skipped: the default is 2**16.
-    scaler = torch.amp.GradScaler(device, init_scale=2.0**24)
+    scaler = tritonamp.GradScaler(device, init_scale=2.0**24)
     trainer = lightning.Trainer(
         accelerator=device,
         devices=1,

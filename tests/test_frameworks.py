@@ -90,6 +90,9 @@ class Watch:
         self.steps += 1
 
 
+SCALERS = pytest.mark.parametrize("make_scaler", [torch.amp.GradScaler, tritonamp.GradScaler], ids=["stock", "ours"])
+
+
 # Accelerate.
 
 
@@ -150,13 +153,14 @@ def test_accelerate_with_our_loss_scale(runner: Runner, accelerator: Any) -> Non
         optimizer.step()
 
 
+@SCALERS
 @pytest.mark.parametrize("unscales", [False, True], ids=["in step()", "by clip_grad_norm_"])
-def test_accelerate_under_its_scaler(runner: Runner, accelerator: Any, unscales: bool) -> None:
+def test_accelerate_under_its_scaler(runner: Runner, accelerator: Any, make_scaler: Any, unscales: bool) -> None:
     """As with float16 on a GPU; on CPUs Accelerate refuses it, so that its parts are put together here."""
     model = make_model()
     inner = tritonamp.SGD(model.parameters(), lr=0.1, max_norm=0.5, backend=runner.backend)
     watch = Watch(inner)
-    scaler = torch.amp.GradScaler("cpu", init_scale=8.0)
+    scaler = make_scaler("cpu", init_scale=8.0)
     optimizer = AcceleratedOptimizer(inner, scaler=scaler)
     scheduler = AcceleratedScheduler(halving(inner), optimizer)
     for step in range(3):
@@ -346,19 +350,21 @@ def test_lightning(runner: Runner, name: str, options: dict[str, Any], tmp_path:
         assert module.optimizer.grad_norm.item() <= 0.1 * (1 + 1e-5)
 
 
-def test_lightning_under_its_scaler(runner: Runner, tmp_path: Path) -> None:
+@SCALERS
+def test_lightning_under_its_scaler(runner: Runner, make_scaler: Any, tmp_path: Path) -> None:
     module = Module(lambda params: tritonamp.SGD(params, lr=0.1, max_norm=0.5, backend=runner.backend))
-    scaler = torch.amp.GradScaler("cpu", init_scale=2.0**24)
+    scaler = make_scaler("cpu", init_scale=2.0**24)
     make_lightning(tmp_path, plugins=MixedPrecision("16-mixed", "cpu", scaler)).fit(module, batches())
     assert module.watch.steps == 6
     skipped = int(module.optimizer.skipped_steps)
     assert skipped > 0 and scaler.get_scale() == 2.0 ** (24 - skipped)
 
 
-def test_lightning_clips_no_scaled_gradients(runner: Runner, tmp_path: Path) -> None:
+@SCALERS
+def test_lightning_clips_no_scaled_gradients(runner: Runner, make_scaler: Any, tmp_path: Path) -> None:
     """Its clipping would come ahead of the unscaling in step(): it refuses, and max_norm does it."""
     module = Module(lambda params: tritonamp.SGD(params, lr=0.1, backend=runner.backend))
-    plugin = MixedPrecision("16-mixed", "cpu", torch.amp.GradScaler("cpu"))
+    plugin = MixedPrecision("16-mixed", "cpu", make_scaler("cpu"))
     with pytest.raises(RuntimeError, match="SGD, does not allow for gradient clipping"):
         make_lightning(tmp_path, plugins=plugin, gradient_clip_val=0.5).fit(module, batches())
 
@@ -371,9 +377,10 @@ def test_lightning_by_hand(runner: Runner, name: str, tmp_path: Path) -> None:
     assert module.optimizer.loss_scale.get_scale() == 16384.0  # two overflows
 
 
-def test_lightning_takes_one_scale(runner: Runner, tmp_path: Path) -> None:
+@SCALERS
+def test_lightning_takes_one_scale(runner: Runner, make_scaler: Any, tmp_path: Path) -> None:
     module = ManualModule(lambda params: tritonamp.SGD(params, lr=0.1, backend=runner.backend))
-    plugin = MixedPrecision("16-mixed", "cpu", torch.amp.GradScaler("cpu"))
+    plugin = MixedPrecision("16-mixed", "cpu", make_scaler("cpu"))
     before = [param.detach().clone() for param in module.parameters()]
     with pytest.raises(AssertionError, match=r"did not use scaler\.scale"):
         make_lightning(tmp_path, plugins=plugin).fit(module, batches())
