@@ -1,4 +1,6 @@
-"""Memory traffic and resources of the compiled kernels, counted on the virtual GPU.
+"""The compiled kernels: their time over ways to launch them or, virtually, their memory traffic and resources.
+
+Without ``--virtual``, on a GPU: see ``tuning.py``. With it, all is counted on the virtual GPU.
 
 Every optimizer takes one step in each of these situations: with clipping, where the gradients do not fit the L2 cache,
 so that they are read twice, and where they do; with nothing to wait for; and with clipping on many small tensors.
@@ -15,6 +17,7 @@ import contextlib
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any, NamedTuple
 from unittest import mock
 
@@ -142,7 +145,7 @@ def measure(rule: Rule, dtypes: str, situation: Situation, numel: int = 100_000,
     """One step over about ``numel`` elements, the second of its optimizer."""
     grad_dtype, dtype = DTYPES[dtypes]
     size = situation.numel or numel
-    params = [_param(size, grad_dtype, dtype) for _ in range(max(numel // size, 1))]
+    params = [make_param(size, grad_dtype, dtype) for _ in range(max(numel // size, 1))]
     options = {"max_norm": 1.0 if situation.clips else None, "skip_nonfinite": situation.clips, **rule.options}
     optimizer = rule.make(params, loss_scale=None, backend="triton", **options)
     with virtual_gpu(arch=arch, auto_register=True, l2_bytes=situation.l2_bytes) as stats:
@@ -161,11 +164,12 @@ def measure(rule: Rule, dtypes: str, situation: Situation, numel: int = 100_000,
     return Measurement(read / n, written / n, times_read * grad_dtype.itemsize + stored, stored, launch, streams)
 
 
-def _param(numel: int, grad_dtype: torch.dtype, dtype: torch.dtype) -> Tensor:
-    param = torch.randn(numel).to(dtype).requires_grad_()
+def make_param(numel: int, grad_dtype: torch.dtype, dtype: torch.dtype, device: torch.device | str = "cpu") -> Tensor:
+    """A random parameter with a random gradient."""
+    param = torch.randn(numel, device=device).to(dtype).requires_grad_()
     if grad_dtype != dtype:
         param.grad_dtype = grad_dtype  # type: ignore[attr-defined]
-    param.grad = torch.randn(numel).to(grad_dtype)
+    param.grad = torch.randn(numel, device=device).to(grad_dtype)
     return param
 
 
@@ -174,28 +178,36 @@ def _param(numel: int, grad_dtype: torch.dtype, dtype: torch.dtype) -> Tensor:
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """What ``kernel`` takes."""
-    parser.add_argument(
-        "--virtual", action="store_true", required=True, help="on the virtual GPU (so far the only way)"
-    )
-    parser.add_argument("--arch", type=int, choices=[80, 90, 100], default=90, help="compute capability")
-    parser.add_argument("--numel", type=int, default=100_000, help="number of elements")
-    parser.add_argument("--markdown", action="store_true", help="print Markdown")
+    parser.add_argument("--virtual", action="store_true", help="count traffic on the virtual GPU")
+    parser.add_argument("--arch", type=int, choices=[80, 90, 100], default=90, help="its compute capability")
+    parser.add_argument("--markdown", action="store_true", help="print that as Markdown")
+    parser.add_argument("--numel", type=int, help="number of elements (default: 100,000 virtual, else 100,000,000)")
+    parser.add_argument("--rule", choices=[rule.name for rule in RULES], default="AdamW", help="what is timed")
+    parser.add_argument("--dtypes", choices=DTYPES, default="fp32/fp32", help="of gradients and parameters timed")
+    parser.add_argument("--out", type=Path, default=Path("build/bench/kernel.json"), help="where times are written")
     parser.set_defaults(run=run)
 
 
 def run(args: argparse.Namespace) -> None:
-    """Measure and print."""
+    """Count on the virtual GPU, or time on a real one; print."""
+    if not args.virtual:
+        from . import tuning
+
+        rule = next(rule for rule in RULES if rule.name == args.rule)
+        tuning.run(rule, args.dtypes, args.numel or 100_000_000, args.out)
+        return
+    numel = args.numel or 100_000
     traffic = [["rule", "grads/params", *(s.name for s in SITUATIONS)]]
     resources = [["rule", "grads/params", *RESOURCES]]
     for rule in RULES:
         for dtypes in DTYPES:
-            found = {s: measure(rule, dtypes, s, args.numel, args.arch) for s in SITUATIONS}
+            found = {s: measure(rule, dtypes, s, numel, args.arch) for s in SITUATIONS}
             traffic.append([rule.name, dtypes, *map(_bytes, found.values())])
-            resources.append([rule.name, dtypes, *_resources(found, args.numel)])
-    where = f"compute capability {args.arch / 10}, {args.numel:,} parameters"
+            resources.append([rule.name, dtypes, *_resources(found, numel)])
+    where = f"compute capability {args.arch / 10}, {numel:,} parameters"
     title = f"Bytes per parameter at DRAM, read + written, and the least possible ({where})"
-    _show(title, traffic, args.markdown)
-    _show(f"The kernel (with clipping; in parentheses with nothing to wait for; {where})", resources, args.markdown)
+    show(title, traffic, args.markdown)
+    show(f"The kernel (with clipping; in parentheses with nothing to wait for; {where})", resources, args.markdown)
 
 
 def _bytes(m: Measurement) -> str:
@@ -219,7 +231,8 @@ def _efficiency(streams: Streams) -> str:
     return " / ".join(f"{streams.efficiency(kind):.1%}" for kind in ("ld", "st"))
 
 
-def _show(title: str, rows: list[list[str]], as_markdown: bool) -> None:
+def show(title: str, rows: list[list[str]], as_markdown: bool) -> None:
+    """Print a table, whose first row is its head."""
     head, *body = rows
     if as_markdown:
         print(f"{title}:\n")
