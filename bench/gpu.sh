@@ -19,20 +19,20 @@ mkdir -p "$OUT"
 exec > >(tee "$OUT/log.txt") 2>&1
 
 # The package as it is once installed: `make types` makes the same.
-tree=$PWD/build/gpu
-rm -rf "$tree"
-mkdir -p "$tree/tritonamp"
+tree=$(mktemp -d)
+mkdir "$tree/tritonamp"
 ln -s "$PWD"/tritonamp/* "$PWD/kernels" "$tree/tritonamp"
 # Without the working directory on the path, which would hide the link tree.
 export PYTHONSAFEPATH=1 PYTHONPATH=$tree:$PWD PYTHONUNBUFFERED=1
 
 summary=()
 finish() {
+    rm -rf "$tree"
     printf '\n%s\n' "Summary (${SECONDS} s):"
     printf '  %s\n' "${summary[@]:-interrupted before the first result}"
 }
 trap finish EXIT
-trap 'exit 130' INT TERM
+trap 'kill "$!" 2>/dev/null; exit 130' INT TERM
 
 stop() {
     summary+=("$1")

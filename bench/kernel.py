@@ -23,7 +23,6 @@ from unittest import mock
 
 import numpy as np
 import torch
-from rich.console import Console
 from rich.table import Table
 from torch import Tensor
 
@@ -32,6 +31,8 @@ from tritonamp.testing.virtual_gpu import LaunchStats, virtual_gpu
 from tritonamp.testing.virtual_gpu.memory import BASE
 from tritonamp.testing.virtual_gpu.stats import SECTOR
 from tritonamp.testing.virtual_gpu.traffic import Traffic, distinct
+
+from .report import console
 
 
 class Rule(NamedTuple):
@@ -243,4 +244,4 @@ def show(title: str, rows: list[list[str]], as_markdown: bool) -> None:
     table = Table(*head, title=title)
     for row in body:
         table.add_row(*row)
-    Console().print(table)
+    console().print(table)

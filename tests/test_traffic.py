@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-import importlib.util
-import sys
-from pathlib import Path
+import importlib
 from typing import Any
 
+import bench_package  # noqa: F401 - makes bench importable
 import pytest
 
 pytestmark = pytest.mark.compiled
@@ -20,13 +19,7 @@ SITUATIONS = ["BEYOND", "WITHIN", "NO_WAIT", "SMALL"]
 def bench() -> Any:
     """``bench/kernel.py``, which is not installed."""
     pytest.importorskip("rich")
-    path = Path(__file__).parents[1] / "bench" / "kernel.py"
-    spec = importlib.util.spec_from_file_location("bench_kernel", path)
-    module = importlib.util.module_from_spec(spec)
-    sys.modules[spec.name] = module  # where dataclasses look
-    spec.loader.exec_module(module)
-    yield module
-    del sys.modules[spec.name]
+    return importlib.import_module("bench.kernel")
 
 
 @pytest.fixture(scope="module")
