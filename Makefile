@@ -11,7 +11,7 @@ PIP_INSTALL := -m pip install --disable-pip-version-check --constraint constrain
 PYTEST := $(BIN)/pytest --numprocesses $(JOBS)
 
 .DEFAULT_GOAL := help
-.PHONY: help install demo test test-deep coverage lint format types wheel-test clean
+.PHONY: help install demo bench test test-deep coverage lint format types wheel-test clean
 
 help:  ## list the targets
 	@awk -F ':.*##' '/^[a-z-]+:.*##/ {printf "make %-11s%s\n", $$1, $$2}' Makefile
@@ -26,6 +26,9 @@ $(INSTALLED): pyproject.toml constraints.txt
 
 demo: $(INSTALLED)  ## train on handwritten digits twice, with torch's three calls and with tritonamp, and compare
 	$(BIN)/python examples/digits.py
+
+bench: $(INSTALLED)  ## time steps against torch's, on a GPU if there is one; results in build/bench
+	$(BIN)/python -m bench run
 
 # Triton decides when a kernel is defined whether to compile or to interpret it: each needs processes of its own.
 # One thread for each process: the tensors are small, and waiting threads would take the cores from other processes.

@@ -6,16 +6,17 @@
 # Needs Python >= 3.11 with torch, triton, rich and matplotlib; installs nothing. It stops at the first wrong result.
 # Everything is written to $OUT as it is found, the log too; the summary comes last, after an interrupt as well.
 #
-# For a trial without a GPU: DEVICE=cpu. PYTHON: the interpreter. WORKLOADS, ROUNDS: of the benchmark.
+# For a trial without a GPU: DEVICE=cpu. PYTHON: the interpreter. WORKLOADS, SWEEP, ROUNDS: of the benchmark.
 set -uo pipefail
-cd "$(dirname "${BASH_SOURCE[0]}")/.."
 
 : "${OUT:?must name the folder for the results}"
+mkdir -p "$OUT"
+OUT=$(cd "$OUT" && pwd)
+cd "$(dirname "${BASH_SOURCE[0]}")/.."
 PYTHON=${PYTHON:-python3}
 DEVICE=${DEVICE:-cuda}
 WORKLOADS=${WORKLOADS-gpt2 small-400 llama3.2-1b tiny-10000}
 ROUNDS=${ROUNDS:-20}
-mkdir -p "$OUT"
 exec > >(tee "$OUT/log.txt") 2>&1
 
 # The package as it is once installed: `make types` makes the same.
@@ -32,7 +33,7 @@ finish() {
     printf '  %s\n' "${summary[@]:-interrupted before the first result}"
 }
 trap finish EXIT
-trap 'kill "$!" 2>/dev/null; exit 130' INT TERM
+trap 'kill $(jobs -p) 2>/dev/null; exit 130' INT TERM
 
 stop() {
     summary+=("$1")

@@ -146,6 +146,8 @@ def play(match: Match, device: torch.device, rounds: int, tick: Callable[[], obj
     Returns:
         One row for each contender.
     """
+    if device.type == "cuda":
+        torch.cuda.empty_cache()  # of the last workload's blocks, which fit no tensor of this one
     problem = Problem(match.shapes, device, GRADS[match.grads])
     rows: list[Row] = []
     steps: list[Step] = []
