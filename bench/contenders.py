@@ -175,6 +175,7 @@ class Contender:
         module: what has to be installed.
         takes_fp16: whether float32 parameters may have float16 gradients.
         is_optional: only on request.
+        is_double: whether it forms ``1 - beta ** step`` in double precision; float32 is off by thousandfold more.
     """
 
     name: str
@@ -184,6 +185,7 @@ class Contender:
     module: str = "torch"
     takes_fp16: bool = False
     is_optional: bool = False
+    is_double: bool = True
 
     def __str__(self) -> str:
         return self.name
@@ -222,8 +224,8 @@ def _torch(fused: bool, foreach: bool, step: Callable[[Any, Sequence[Tensor]], S
 
 
 def _compiled(rule: Rule, params: Sequence[Tensor]) -> Step:
-    options = {**rule.options, "lr": torch.tensor(rule.options["lr"])}  # a number would be compiled in
-    optimizer = getattr(torch.optim, rule.name)(params, foreach=True, **options)
+    # The learning rate stays as it is, so that it may be compiled in.
+    optimizer = getattr(torch.optim, rule.name)(params, foreach=True, **rule.options)
     optimizer.step = torch.compile(optimizer.step)
     return ScalerStep(optimizer, params)
 
@@ -285,8 +287,11 @@ CONTENDERS = [
         _torch(True, False, FoldedStep),
         lambda rule: _NORM + rule.update + _GRAD_WRITTEN,
     ),
-    Contender("torch compiled", _compiled, is_optional=True),
-    *(Contender(f"{module} fused", _foreign(module), devices=("cuda",), module=module) for module in _FOREIGN),
+    Contender("torch compiled", _compiled, is_optional=True, is_double=False),
+    *(
+        Contender(f"{module} fused", _foreign(module), devices=("cuda",), module=module, is_double=False)
+        for module in _FOREIGN
+    ),
     Contender("tritonamp torch", _ours("torch"), lambda rule: _NORM + rule.update + _GRAD_WRITTEN, takes_fp16=True),
     Contender(
         "tritonamp triton",

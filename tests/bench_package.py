@@ -1,10 +1,18 @@
-"""Makes ``bench/``, which is not installed, importable. The checkout's root must not be on the path: see kernels/."""
+"""Makes ``bench/``, which is not installed, importable; skips what imports this where rich is missing.
+
+The checkout's root must not be on the path for it: ``kernels`` would be importable, and that name is not ours.
+"""
 
 from __future__ import annotations
 
 import importlib.util
 import sys
 from pathlib import Path
+
+import pytest
+
+pytest.importorskip("rich")
+pytest.importorskip("matplotlib")
 
 _INIT = Path(__file__).parents[1] / "bench" / "__init__.py"
 

@@ -102,6 +102,12 @@ class Wrong(ScalerStep):
         elif self.mistake == "norm of a part":
             super().__call__()
             self._norm = self._norm * 0.99
+        elif self.mistake == "float32 bias correction":
+            before = [param.detach().clone() for param in self._params]
+            super().__call__()
+            with torch.no_grad():
+                for param, old in zip(self._params, before, strict=True):
+                    param.add_(param - old, alpha=3e-5)  # half a rounding of 1, over 1 - 0.999
         elif self.mistake == "wrong decay":
             self.optimizer.param_groups[0]["weight_decay"] *= 2
             super().__call__()
@@ -132,6 +138,24 @@ def test_a_mistake_is_found(mistake: str, shapes: list[tuple[int, ...]]) -> None
         return
     with pytest.raises(AssertionError):
         check(contender, step, problem)
+
+
+@pytest.mark.parametrize("mistake", ["", "no skip", "last tensor left out", "scale stays", "norm of a part"])
+def test_a_mistake_is_found_where_the_state_is_of_unknown_meaning(mistake: str) -> None:
+    problem, contender = Problem(SHAPES, CPU), replace(wrong(mistake), module="another")
+    step = contender.make(RULES["adamw"], problem.params)
+    if not mistake:
+        check(contender, step, problem)
+        return
+    with pytest.raises(AssertionError):
+        check(contender, step, problem)
+
+
+def test_a_bias_correction_in_float32_is_let_through_only_where_it_is_known() -> None:
+    problem, contender = Problem(SHAPES, CPU), wrong("float32 bias correction")
+    check(replace(contender, is_double=False), contender.make(RULES["adamw"], problem.params), problem)
+    with pytest.raises(AssertionError):
+        check(contender, contender.make(RULES["adamw"], problem.params), problem)
 
 
 class Recorder(Step):

@@ -18,7 +18,6 @@ SITUATIONS = ["BEYOND", "WITHIN", "NO_WAIT", "SMALL"]
 @pytest.fixture(scope="module")
 def bench() -> Any:
     """``bench/kernel.py``, which is not installed."""
-    pytest.importorskip("rich")
     return importlib.import_module("bench.kernel")
 
 
