@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 import torch
-from conftest import IS_INTERPRETED, Runner
+from conftest import KERNEL_RUNNERS, Runner
 from problem import assert_same_bits, make_params, set_grads, values
 from torch import Tensor
 
@@ -19,7 +19,7 @@ import tritonamp
 from tritonamp import SGD, AdamW
 from tritonamp.testing import expect
 
-RUNNER = Runner("interpreted" if IS_INTERPRETED else "compiled", 3)
+RUNNER = KERNEL_RUNNERS[0].chosen(__name__)
 SCALERS = [torch.amp.GradScaler, tritonamp.GradScaler]
 SHAPES = {"a": [(40,), (600,)], "b": [(3, 5)]}
 

@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from conftest import IS_INTERPRETED, Runner
+from conftest import KERNEL_RUNNERS
 from fake_cuda import FakeCuda, FakeTorch, Stream
 from torch import Tensor
 
@@ -18,7 +18,7 @@ from tritonamp.backends import triton as triton_backend
 from tritonamp.backends import workspace
 from tritonamp.plan import Plan
 
-RUNNER = Runner("interpreted" if IS_INTERPRETED else "compiled", 3)
+RUNNER = KERNEL_RUNNERS[0].chosen(__name__)
 CUDA = torch.device("cuda")
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import datetime as dt
 import multiprocessing
 import sys
@@ -29,8 +30,9 @@ def ranks() -> Iterator[Run]:
     with ProcessPoolExecutor(RANKS, multiprocessing.get_context("spawn"), initializer=_find_tests) as pool:
 
         def run(runner: Runner, store: Path, function: Callable[..., Any], *args: Any) -> list[Any]:
+            as_numbers = dataclasses.astuple(runner)  # pytest may have loaded another conftest under the same name
             # A rank waits for the others before it does anything, so that each is in a process of its own.
-            futures = [pool.submit(_on_rank, rank, runner, store, function, args) for rank in range(RANKS)]
+            futures = [pool.submit(_on_rank, rank, as_numbers, store, function, args) for rank in range(RANKS)]
             return [future.result() for future in futures]
 
         yield run
@@ -41,13 +43,16 @@ def _find_tests() -> None:
     sys.path.append(str(Path(__file__).parents[2]))
 
 
-def _on_rank(rank: int, runner: Runner, store: Path, function: Callable[..., Any], args: tuple[Any, ...]) -> Any:
+def _on_rank(
+    rank: int, as_numbers: tuple[Any, ...], store: Path, function: Callable[..., Any], args: tuple[Any, ...]
+) -> Any:
     torch.manual_seed(rank)
     # Not for ever, where one has failed and the other waits for it.
     timeout = dt.timedelta(seconds=30)
     distributed.init_process_group("gloo", f"file://{store}", timeout, RANKS, rank)
     try:
         distributed.barrier()  # before one is through with it, the others have to be connected
+        runner = Runner(*as_numbers)
         with runner.running():
             return function(rank, runner.backend, *args)
     finally:
