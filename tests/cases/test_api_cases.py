@@ -311,11 +311,11 @@ def test_a_step_allocates_nothing_as_large_as_a_gradient(
     runner: Runner, make: Any, max_norm: float | None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     # PE-04, pytorch/pytorch#121857, pytorch/pytorch#97712
-    import tritonamp.backends.torch as torch_backend
+    from tritonamp.backends import norm
 
     if runner.backend == "torch" and torch.get_default_device().type != "cpu":
         pytest.skip("only on a CPU are torch's fused kernels used")
-    monkeypatch.setattr(torch_backend, "_BLOCK", 256)
+    monkeypatch.setattr(norm, "_BLOCK", 256)
     params = [torch.ones(4096).requires_grad_() for _ in range(2)]
     optimizer = make(params, max_norm=max_norm, loss_scale=8.0, backend=runner.backend)
     train(optimizer, 1.0, 1.0)

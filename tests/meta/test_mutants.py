@@ -13,10 +13,11 @@ from problem import checked_step, make_params, scaled, set_grads
 
 import tritonamp
 from tritonamp import loss_scale
+from tritonamp.backends import norm
 from tritonamp.backends import torch as torch_backend
 from tritonamp.backends import triton as triton_backend
 
-MODULES = [loss_scale, torch_backend]
+MODULES = [loss_scale, norm, torch_backend]
 SGD, AdamW = tritonamp.SGD, tritonamp.AdamW
 
 Edits = dict[str, str]
@@ -159,7 +160,7 @@ MUTANTS = [
     Mutant(
         "lanes beyond the end in the norm",
         ("sum_region", {"other=0.0": "other=1.0"}),
-        ("global_norm", {"_BLOCK": "16", "torch.dot(square, square)": "torch.dot(buffer, buffer)"}),
+        ("_sum_of_flat", {"flat[whole:])": "flat)"}),
         message="grad_norm",
         options={"max_norm": 1e9},
     ),
@@ -171,7 +172,7 @@ MUTANTS = [
     Mutant(
         "options of the first group for all",
         ("update_chunk", {"(tl.load(row + table.KIND) >> 32) * table.GROUP": "0"}),
-        ("TorchBackend._update", {"optimizer.param_groups[group]": "optimizer.param_groups[0]"}),
+        ("TorchBackend._update", {"optimizer.param_groups[entry.group]": "optimizer.param_groups[0]"}),
     ),
     Mutant(
         "growth one step late",

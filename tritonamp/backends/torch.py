@@ -8,7 +8,6 @@ so on another device than a CPU it waits for it.
 from __future__ import annotations
 
 import math
-import sys
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any
 
@@ -21,13 +20,14 @@ from ..loss_scale import SCALE, advance
 from ..plan import MASTER, STOCHASTIC, Entry, Plan, compute_dtype, dense_strides, layout_of, real_dtype
 from ..rounding import noise, round_stochastically
 from . import CONSECUTIVE_SKIPS, FOUND_INF, GRAD_NORM, PENDING_INF, SKIPPED, SKIPPED_STEPS, Request
+from .norm import as_real, global_norm
 
 if TYPE_CHECKING:
     from ..optimizer import FusedOptimizer
 
-_BLOCK = 1 << 18  # elements summed at a time in float64
 _LARGEST_NORM = 2.0**450  # of what one rank adds: finite float64 gradients are no overflow
-_FLOAT32_LIMIT = 2.0**128 - 2.0**103  # what is not below it rounds to inf
+
+_ONE = torch.ones(())  # added as a tensor: faster than a number
 
 Item = tuple[Entry, Tensor, Tensor | None, list[Tensor]]  # a parameter, its gradient, step counter and state
 
@@ -38,11 +38,15 @@ class TorchBackend:
     def __init__(self, device: torch.device) -> None:
         self.device = device
         self._generation = -1
-        self._is_fused: list[bool] = []
+        self._fused: dict[tuple[int, torch.dtype], list[int]] = {}
+        self._plain: list[int] = []
+        self._has_wider_grads = False
 
     @torch.no_grad()
     def step(self, optimizer: FusedOptimizer, plan: Plan, request: Request) -> None:
         """One step; see :class:`~tritonamp.backends.Backend`."""
+        if self._generation != plan.generation:
+            self._part(optimizer, plan)
         groups = optimizer.param_groups
         scale = request.loss_scale.tolist() if request.loss_scale is not None else None
         inv_scale = 1.0 / scale[SCALE] if scale is not None and request.unscale else 1.0
@@ -75,11 +79,13 @@ class TorchBackend:
 
     def _agreed_norm(self, plan: Plan, inv_scale: float, found_inf: bool) -> float:
         """The norm over all ranks; not finite if any of them has found an inf or NaN."""
+        agreement = plan.agreement
+        if not agreement.is_needed and not self._has_wider_grads:
+            return global_norm([grad for grad in plan.grads if grad is not None], inv_scale)
         grads: dict[Share, list[Tensor]] = {}
         for entry, grad in zip(plan.entries, plan.grads, strict=True):
             if grad is not None:
                 grads.setdefault(entry.share._replace(shard=0), []).append(_narrowed(grad, compute_dtype(entry.param)))
-        agreement = plan.agreement
         if not agreement.is_needed:
             return global_norm(grads.get(WHOLE, []), inv_scale)
         sums = torch.zeros(agreement.slots, 2, dtype=torch.float64, device=self.device)
@@ -99,25 +105,32 @@ class TorchBackend:
 
     def _update(self, optimizer: FusedOptimizer, plan: Plan, factors: Sequence[float]) -> None:
         """Apply the rule to every parameter that has a gradient; ``factors`` are the groups'."""
-        if self._generation != plan.generation:
-            self._is_fused = [self._can_fuse(entry, optimizer.param_groups[entry.group]) for entry in plan.entries]
-            self._generation = plan.generation
-        fused: dict[tuple[int, torch.dtype], list[Item]] = {}
-        plain: list[Item] = []
-        for entry, grad, is_fused in zip(plan.entries, plan.grads, self._is_fused, strict=True):
-            if grad is None:
-                continue
-            item = (entry, grad, *plan.state_of(entry))
-            if is_fused and _is_divisor(factors[entry.group], entry.param.dtype):
-                fused.setdefault((entry.group, entry.param.dtype), []).append(item)
-            else:
-                plain.append(item)
         run_fused, run_plain = _RULES[optimizer._rule]
-        for (number, _), items in fused.items():
-            run_fused(optimizer.param_groups[number], items, factors[number])
-        for item in plain:
-            group = item[0].group
-            _run_plain(run_plain, optimizer.param_groups[group], item, factors[group])
+        plain = self._plain
+        for (number, dtype), part in self._fused.items():
+            if _is_divisor(factors[number], dtype):
+                chosen = [i for i in part if plan.grads[i] is not None]
+                if chosen:
+                    run_fused(optimizer.param_groups[number], plan, chosen, factors[number])
+            else:
+                plain = plain + part
+        for i in plain:
+            grad = plan.grads[i]
+            if grad is not None:
+                entry = plan.entries[i]
+                item = (entry, grad, *plan.state_of(entry))
+                _run_plain(run_plain, optimizer.param_groups[entry.group], item, factors[entry.group])
+
+    def _part(self, optimizer: FusedOptimizer, plan: Plan) -> None:
+        """Part the plan's entries, by number, into those that fused kernels take together and all others."""
+        self._fused, self._plain = {}, []
+        for i, entry in enumerate(plan.entries):
+            if self._can_fuse(entry, optimizer.param_groups[entry.group]):
+                self._fused.setdefault((entry.group, entry.param.dtype), []).append(i)
+            else:
+                self._plain.append(i)
+        self._has_wider_grads = any(_is_wider(entry.grad_dtype, compute_dtype(entry.param)) for entry in plan.entries)
+        self._generation = plan.generation
 
     def _can_fuse(self, entry: Entry, group: dict[str, Any]) -> bool:
         """Whether torch's fused kernels, which walk flat memory of one dtype, take it."""
@@ -126,47 +139,6 @@ class TorchBackend:
         dtype = entry.param.dtype
         same = dtype == entry.grad_dtype == compute_dtype(entry.param)
         return self.device.type == "cpu" and same and layout_of(entry.param, entry.grad_strides) is None
-
-
-# The norm.
-
-
-def global_norm(grads: Sequence[Tensor], inv_scale: float) -> float:
-    """L2 norm of the unscaled gradients; inf or NaN if one is, as read or after unscaling.
-
-    Squares are formed and added in float64.
-    """
-    total = 0.0
-    small = [grad for grad in grads if grad.numel() <= _BLOCK or not grad.is_contiguous() or grad.is_complex()]
-    if small:
-        norms = torch._foreach_norm([_as_real(grad) for grad in small], 2, dtype=torch.float64)
-        total += float(torch.stack(norms).square().sum())
-    chosen = set(map(id, small))
-    large = [grad for grad in grads if id(grad) not in chosen]
-    if large:
-        buffer = torch.empty(_BLOCK, dtype=torch.float64, device=large[0].device)
-        for grad in large:
-            for block in grad.view(-1).split(_BLOCK):
-                square = buffer[: block.numel()].copy_(block)
-                total += float(torch.dot(square, square))
-    norm = math.sqrt(total) * inv_scale
-    if not norm < math.inf or inv_scale > 1:
-        return _careful_norm(grads, inv_scale, norm)
-    return norm
-
-
-def _careful_norm(grads: Sequence[Tensor], inv_scale: float, norm: float) -> float:
-    """The norm where a value may be non-finite, may become so by unscaling, or has a square beyond float64."""
-    tops = [float(torch.linalg.vector_norm(_as_real(grad), math.inf, dtype=torch.float64)) for grad in grads]
-    for grad, top in zip(grads, tops, strict=True):
-        limit = math.inf if _as_real(grad).dtype == torch.float64 else _FLOAT32_LIMIT
-        if not top * inv_scale < limit:
-            return top if not top < math.inf else math.inf
-    if norm < math.inf:
-        return norm
-    top = max(tops)
-    squares = [float(_as_real(grad).to(torch.float64).div(top).square().sum()) for grad in grads]
-    return min(math.sqrt(sum(squares)) * top * inv_scale, sys.float_info.max)  # finite gradients are no overflow
 
 
 def _clip(max_norm: float | None, norm: float) -> float:
@@ -180,14 +152,13 @@ def _clip(max_norm: float | None, norm: float) -> float:
 # The update.
 
 
-def _as_real(tensor: Tensor) -> Tensor:
-    return torch.view_as_real(tensor) if tensor.is_complex() else tensor
+def _is_wider(grad_dtype: torch.dtype, compute: torch.dtype) -> bool:
+    return compute == torch.float32 and real_dtype(grad_dtype) == torch.float64
 
 
-def _narrowed(grad: Tensor, dtype: torch.dtype) -> Tensor:
+def _narrowed(grad: Tensor, compute: torch.dtype) -> Tensor:
     """A float64 gradient of a parameter that is computed in float32, as the update will read it."""
-    is_wider = dtype == torch.float32 and real_dtype(grad.dtype) == torch.float64
-    return _as_real(grad).to(dtype) if is_wider else grad
+    return as_real(grad).to(compute) if _is_wider(grad.dtype, compute) else grad
 
 
 def _is_divisor(factor: float, dtype: torch.dtype) -> bool:
@@ -204,8 +175,8 @@ def _run_plain(
     """One parameter, in its compute dtype. The gradient is left unscaled and clipped, as torch's recipe leaves it."""
     entry, grad, counter, states = item
     dtype = compute_dtype(entry.param)
-    param = _as_real(entry.param)
-    g = _as_real(grad).to(dtype)
+    param = as_real(entry.param)
+    g = as_real(grad).to(dtype)
     if factor != 1:
         # Two factors: one may be subnormal in float32, or beyond it.
         rescue = 2.0**-100 if factor < 2.0**-100 else 2.0**100 if factor > 2.0**100 else 1.0
@@ -214,10 +185,10 @@ def _run_plain(
             grad = grad.clone(memory_format=torch.contiguous_format)
             if entry.owner is entry.param:
                 entry.param.grad = grad
-        _as_real(grad).copy_(g)
+        as_real(grad).copy_(g)
     step = 1.0 if counter is None else float(counter.add_(1))
     *states, p = states if entry.kept == MASTER else (*states, param.to(dtype))
-    update(group, p, -g if group["maximize"] else g, list(map(_as_real, states)), step)
+    update(group, p, -g if group["maximize"] else g, list(map(as_real, states)), step)
     if entry.kept == STOCHASTIC:
         random = noise(group["rounding_seed"], entry.position, int(step), param.numel(), param.device)
         param.copy_(round_stochastically(p, random.as_strided(param.shape, dense_strides(param))))
@@ -225,42 +196,43 @@ def _run_plain(
         param.copy_(p)
 
 
-def _divisor(factor: float, device: torch.device) -> Tensor | None:
-    return (
-        None if factor == 1 else torch.full((), 1 / factor if factor else math.inf, dtype=torch.float32, device=device)
-    )
+def _divisor(factor: float) -> Tensor | None:
+    """What fused kernels divide the gradients by, to multiply them by ``factor``."""
+    return None if factor == 1 else torch.full((), 1 / factor if factor else math.inf, dtype=torch.float32)
 
 
-def _columns(items: Sequence[Item], factor: float) -> tuple[list[Tensor], list[Tensor], list[Tensor], Tensor | None]:
-    """Params, grads, step counters (advanced), and what the gradients are to be divided by."""
-    params, grads = [item[0].param for item in items], [item[1] for item in items]
-    steps = [item[2] for item in items if item[2] is not None]
-    if steps:
-        torch._foreach_add_(steps, 1.0)
-    return params, grads, steps, _divisor(factor, params[0].device)
+def _columns(plan: Plan, numbers: Sequence[int]) -> tuple[list[Tensor], list[Tensor], list[list[Tensor]]]:
+    """Params, grads and states of some entries; the first of the states, where there are any, are step counters."""
+    entries = [plan.entries[i] for i in numbers]
+    grads = [grad for i in numbers if (grad := plan.grads[i]) is not None]
+    places = [entry.at for entry in entries]
+    n_states = 1 + entries[0].n_states if places[0] >= 0 else 0
+    return [entry.param for entry in entries], grads, [[plan.state[at + k] for at in places] for k in range(n_states)]
 
 
-def _sgd_fused(group: dict[str, Any], items: Sequence[Item], factor: float) -> None:
+def _sgd_fused(group: dict[str, Any], plan: Plan, numbers: Sequence[int], factor: float) -> None:
+    has_momentum = group["momentum"] != 0
     # A buffer starts at zero, so that without dampening a first step is like any other.
-    parts = [(items, False)]
-    if group["momentum"] != 0 and group["dampening"] != 0:
-        first = [item for item in items if item[2] is not None and item[2] == 0]
-        later = [item for item in items if item[2] is None or item[2] != 0]
-        parts = [(part, part is first) for part in (first, later) if part]
-    for part, is_first in parts:
-        params, grads, _, divisor = _columns(part, factor)
+    parts = [(numbers, False)]
+    if has_momentum and group["dampening"] != 0:
+        is_first = [bool(plan.state[plan.entries[i].at] == 0) for i in numbers]
+        parts = [([i for i, is_ in zip(numbers, is_first, strict=True) if is_ is kind], kind) for kind in set(is_first)]
+    for part, kind in parts:
+        params, grads, states = _columns(plan, part)
+        if has_momentum:
+            torch._foreach_add_(states[0], _ONE, alpha=1.0)
         torch._fused_sgd_(
             params,
             grads,
-            [states[0] for *_, states in part] if group["momentum"] != 0 else [],
+            states[1] if has_momentum else [],
             weight_decay=group["weight_decay"],
             momentum=group["momentum"],
             lr=float(group["lr"]),
             dampening=group["dampening"],
             nesterov=group["nesterov"],
             maximize=group["maximize"],
-            is_first_step=is_first,
-            grad_scale=divisor,
+            is_first_step=kind,
+            grad_scale=_divisor(factor),
         )
 
 
@@ -275,15 +247,16 @@ def _sgd_plain(group: dict[str, Any], p: Tensor, g: Tensor, states: Sequence[Ten
     p.sub_(g, alpha=float(group["lr"]))
 
 
-def _adam_fused(group: dict[str, Any], items: Sequence[Item], factor: float) -> None:
-    params, grads, steps, divisor = _columns(items, factor)
+def _adam_fused(group: dict[str, Any], plan: Plan, numbers: Sequence[int], factor: float) -> None:
+    params, grads, (steps, exp_avgs, exp_avg_sqs) = _columns(plan, numbers)
+    torch._foreach_add_(steps, _ONE, alpha=1.0)
     beta1, beta2 = map(float, group["betas"])
     fused = torch._fused_adamw_ if group["decoupled_weight_decay"] else torch._fused_adam_
     fused(
         params,
         grads,
-        [states[0] for *_, states in items],
-        [states[1] for *_, states in items],
+        exp_avgs,
+        exp_avg_sqs,
         [],
         steps,
         lr=float(group["lr"]),
@@ -293,7 +266,7 @@ def _adam_fused(group: dict[str, Any], items: Sequence[Item], factor: float) -> 
         eps=group["eps"],
         amsgrad=False,
         maximize=group["maximize"],
-        grad_scale=divisor,
+        grad_scale=_divisor(factor),
     )
 
 

@@ -1,0 +1,92 @@
+"""The global norm in torch operations: right to 5e-7, in hardly more time than one float32 norm takes."""
+
+from __future__ import annotations
+
+import math
+import sys
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+# Elements whose squares are added in float32. torch's norm of rows adds in vectors of 4 or 8 lanes, then lane by lane:
+# at most 8 + 3 or 4 + 7 roundings of 2**-24, half of which reach the norm, and one more of its root: 3.9e-7.
+_ROW = 32
+_BLOCK = 1 << 18  # elements taken at a time: small tensors together, large ones of other dtypes in parts
+_SAFE = 2.0**-100  # mean square that no square too small for float32 can matter to
+_FLOAT32_LIMIT = 2.0**128 - 2.0**103  # what is not below it rounds to inf
+
+
+def as_real(tensor: Tensor) -> Tensor:
+    """A complex tensor as pairs of reals."""
+    return torch.view_as_real(tensor) if tensor.is_complex() else tensor
+
+
+def global_norm(grads: Sequence[Tensor], inv_scale: float) -> float:
+    """L2 norm of the unscaled gradients; inf or NaN if one is, as read or after unscaling."""
+    total = math.inf
+    fast = [grad for grad in grads if grad.dtype == torch.float32 and grad.is_cpu and grad.is_contiguous()]
+    if fast:
+        total = _sum_in_rows(fast)
+    if _SAFE * sum(map(Tensor.numel, fast)) <= total < math.inf:
+        if len(fast) < len(grads):
+            chosen = set(map(id, fast))
+            total += _sum_in_float64([grad for grad in grads if id(grad) not in chosen])
+    else:
+        total = _sum_in_float64(grads)
+    norm = math.sqrt(total) * inv_scale
+    if not norm < math.inf or inv_scale > 1:
+        return _careful_norm(grads, inv_scale, norm)
+    return norm
+
+
+def _sum_in_rows(grads: Sequence[Tensor]) -> float:
+    """Sum of squares of float32 tensors: in float32 within a row, in float64 over the rows."""
+    total, few, size = 0.0, [], 0
+    for grad in grads:
+        if grad.numel() >= _BLOCK:
+            total += sum(map(_sum_of_flat, grad.view(-1).split(16 * _BLOCK)))
+            continue
+        few.append(grad)
+        size += grad.numel()
+        if size >= _BLOCK:
+            total += _sum_of_flat(torch.cat([one.view(-1) for one in few]))
+            few, size = [], 0
+    return total + (_sum_of_flat(torch.cat([one.view(-1) for one in few])) if few else 0.0)
+
+
+def _sum_of_flat(flat: Tensor) -> float:
+    whole = flat.numel() // _ROW * _ROW
+    rows = torch.linalg.vector_norm(flat[:whole].view(-1, _ROW), dim=1)
+    return sum(float(torch.linalg.vector_norm(part, dtype=torch.float64)) ** 2 for part in (rows, flat[whole:]))
+
+
+def _sum_in_float64(grads: Sequence[Tensor]) -> float:
+    total = 0.0
+    small = [grad for grad in grads if grad.numel() <= _BLOCK or not grad.is_contiguous() or grad.is_complex()]
+    if small:
+        norms = torch._foreach_norm([as_real(grad) for grad in small], 2, dtype=torch.float64)
+        total += float(torch.stack(norms).square().sum())
+    chosen = set(map(id, small))
+    large = [grad for grad in grads if id(grad) not in chosen]
+    if large:
+        buffer = torch.empty(_BLOCK, dtype=torch.float64, device=large[0].device)
+        for grad in large:
+            for block in grad.view(-1).split(_BLOCK):
+                square = buffer[: block.numel()].copy_(block)
+                total += float(torch.dot(square, square))
+    return total
+
+
+def _careful_norm(grads: Sequence[Tensor], inv_scale: float, norm: float) -> float:
+    """The norm where a value may be non-finite, may become so by unscaling, or has a square beyond float64."""
+    tops = [float(torch.linalg.vector_norm(as_real(grad), math.inf, dtype=torch.float64)) for grad in grads]
+    for grad, top in zip(grads, tops, strict=True):
+        limit = math.inf if as_real(grad).dtype == torch.float64 else _FLOAT32_LIMIT
+        if not top * inv_scale < limit:
+            return top if not top < math.inf else math.inf
+    if norm < math.inf:
+        return norm
+    top = max(tops)
+    squares = [float(as_real(grad).to(torch.float64).div(top).square().sum()) for grad in grads]
+    return min(math.sqrt(sum(squares)) * top * inv_scale, sys.float_info.max)  # finite gradients are no overflow
