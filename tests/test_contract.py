@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import importlib.util
 import weakref
 from typing import Any
@@ -9,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 from conftest import IS_INTERPRETED, Runner
-from problem import assert_refused, checked_step, make_params, scaled, set_grads
+from problem import assert_refused, assert_same_bits, checked_step, make_params, scaled, set_grads
 
 import tritonamp
 from tritonamp import SGD, Adam, AdamW, LossScale
@@ -290,3 +291,35 @@ def test_a_compiled_training_function_trains_like_an_eager_one(runner: Runner) -
         return [run().item() for _ in range(3)]
 
     assert train(compiled=True) == train(compiled=False)
+
+
+def test_a_step_is_a_range_in_the_profiler(runner: Runner) -> None:
+    params = make_params([(3,)])
+    optimizer = AdamW(params, loss_scale=None, backend=runner.backend)
+    set_grads(params)
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]) as profile:
+        optimizer.step()
+    assert "Optimizer.step#AdamW.step" in {event.name for event in profile.events()}
+
+
+def test_a_compiled_model_is_one_graph(runner: Runner) -> None:
+    """Steps change its parameters in place, which neither breaks nor recompiles it."""
+    torch.manual_seed(0)
+    model = torch.nn.Sequential(torch.nn.Linear(4, 8), torch.nn.ReLU(), torch.nn.Linear(8, 1))
+    twin = copy.deepcopy(model)
+    graphs: list[Any] = []
+
+    def count(graph: Any, _: Any) -> Any:
+        graphs.append(graph)
+        return graph.forward
+
+    compiled = torch.compile(model, backend=count, fullgraph=True)
+    ours, same = (AdamW(m.parameters(), lr=0.1, max_norm=1.0, backend=runner.backend) for m in (model, twin))
+    for _ in range(4):
+        x = torch.randn(16, 4)
+        for forward, optimizer in ((compiled, ours), (twin, same)):
+            optimizer.backward(forward(x).square().mean())
+            optimizer.step()
+            optimizer.zero_grad()
+    assert len(graphs) == 1
+    assert_same_bits(list(model.parameters()), list(twin.parameters()))
