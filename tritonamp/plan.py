@@ -139,7 +139,8 @@ class Plan:
         self._found: tuple[Any, ...] | None = None  # None: something has changed since the entries were made
         self._keys: list[tuple[int, tuple[str, ...]]] = []  # place in the optimizer's state, and the keys used there
         self._state_refs: list[weakref.ref[Tensor]] = []
-        self._versions: dict[int, int] = {}  # of the parameters that have a master copy, after the last step
+        self._masters: list[int] = []  # numbers of the entries that have a master copy
+        self._versions: dict[int, int] = {}  # theirs, after the last step
         self._has_complex = False
         self._has_shards = False
 
@@ -194,8 +195,7 @@ class Plan:
             self._rebuild(optimizer)
             self._found = self._find(optimizer, [entry.param for entry in self.entries])
         self._resolve()
-        if optimizer.master_weights:
-            self._follow_params()
+        self._follow_params()
 
     def release(self) -> None:
         """Let go of gradients and state."""
@@ -203,7 +203,7 @@ class Plan:
 
     def updated_masters(self) -> None:
         """To be called after a step: from here on, who else writes to a parameter with a master copy is noticed."""
-        self._versions = {i: e.param._version for i, e in enumerate(self.entries) if e.kept == MASTER}
+        self._versions = {i: self.entries[i].param._version for i in self._masters}
 
     @torch.no_grad()
     def _follow_params(self) -> None:
@@ -211,8 +211,9 @@ class Plan:
 
         Weights that were loaded, clamped, initialised anew: where a parameter is not its master's rounding any more.
         """
-        for i, entry in enumerate(self.entries):
-            if entry.kept == MASTER and entry.at >= 0 and self._versions.get(i) != entry.param._version:
+        for i in self._masters:
+            entry = self.entries[i]
+            if entry.at >= 0 and self._versions.get(i) != entry.param._version:
                 master = self.state_of(entry)[1][-1]
                 is_rounding = master.to(entry.param.dtype) == entry.param
                 master.copy_(torch.where(is_rounding, master, entry.param.to(master.dtype)))
@@ -278,6 +279,7 @@ class Plan:
             at += (1 + len(keys)) * has_state
         places = {id(param): place for place, param in enumerate(optimizer.state)}
         self._keys = [(places[id(param)], ("step", *keys)) for param, keys in keys_of]
+        self._masters = [i for i, entry in enumerate(self.entries) if entry.kept == MASTER]
         self._has_complex = any(entry.param.is_complex() for entry in self.entries)
         self.generation += 1
 
