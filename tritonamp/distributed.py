@@ -3,9 +3,10 @@
 Parameters that are DTensors say by their mesh and placements over which ranks they are sharded; plain tensors say
 nothing, and are taken for this rank's own, or for replicas. Every mesh is one collective: each rank gives the sum of
 squares of what it holds, a replica of what others hold counting on the first of its ranks only, and NaN where a
-replica that does not count is not finite. Meshes follow each other from the smallest to the largest, each handing on
-what has been found before, so that the ranks of the largest, in which the others lie, decide alike. A process group
-of the user's comes last: its ranks hold different parameters, and add up what they have found so far.
+replica that does not count is not finite. Meshes follow each other from the smallest to the largest. What has been
+found before, the same on all ranks of the next mesh but for rounding, and for what is not finite, is handed on as its
+mean: the ranks of the largest mesh, in which the others lie, decide by the same bits. A process group of the user's
+comes last: its ranks hold different parameters, and add up what they have found so far.
 """
 
 from __future__ import annotations
@@ -18,7 +19,8 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-_groups: weakref.WeakKeyDictionary[Any, Any] = weakref.WeakKeyDictionary()  # of meshes of several dimensions
+# Of meshes of several dimensions: by the group of the first dimension, with which they end, and by their ranks.
+_groups: weakref.WeakKeyDictionary[Any, dict[tuple[int, ...], Any]] = weakref.WeakKeyDictionary()
 
 
 def is_sharded(tensor: Tensor | None) -> bool:
@@ -102,7 +104,8 @@ class Agreement:
     """
 
     def __init__(self, params: Iterable[Any], process_group: Any) -> None:
-        params = [param for param in params if is_sharded(param)]
+        # A rank outside of a parameter's mesh has nothing to do with it.
+        params = [p for p in params if is_sharded(p) and p.device_mesh.get_coordinate() is not None]
         if any(placement.is_partial() for param in params for placement in param.placements):
             raise RuntimeError("a parameter with a partial placement cannot be optimized: redistribute it first")
         meshes = {_ranks(param.device_mesh): param.device_mesh for param in params}
@@ -124,7 +127,7 @@ class Agreement:
     @property
     def n_sums(self) -> int:
         """How many numbers it returns."""
-        return 2 * self.slots if self._process_group is None else 1
+        return 2 if self._process_group is None else 1
 
     def share(self, param: Tensor) -> Share:
         """This rank's share of a parameter."""
@@ -138,15 +141,14 @@ class Agreement:
                 where another is not finite; overwritten.
 
         Returns:
-            A vector of float64 whose sum is the square of the global norm; not finite if any rank's part is not.
+            ``[n_sums]`` float64 whose sum is the square of the global norm; not finite if any rank's part is not.
         """
         for slot, group in enumerate(self._groups, 1):
-            before = sums[:slot].sum()
-            sums[slot, 1] += before - before  # 0, or NaN
+            sums[slot, 1] += sums[slot - 1].sum() / group.size()  # their mean comes back
             torch.distributed.all_reduce(sums[slot], group=group)
         if self._process_group is None:
-            return sums.view(-1)
-        total = sums.sum().reshape(1)
+            return sums[-1]
+        total = sums[-1].sum().reshape(1)
         torch.distributed.all_reduce(total, group=self._process_group)
         return total
 
@@ -158,16 +160,17 @@ class Agreement:
 
 
 def _ranks(mesh: Any) -> tuple[int, ...]:
-    return tuple(mesh.mesh.flatten().tolist())
+    return tuple(sorted(mesh.mesh.flatten().tolist()))
 
 
 def _group_of(mesh: Any) -> Any:
     """The process group of all ranks of a mesh."""
     if mesh.ndim == 1:
         return mesh.get_group()
-    if mesh not in _groups:
-        _groups[mesh] = torch.distributed.new_group(list(_ranks(mesh)), use_local_synchronization=True)
-    return _groups[mesh]
+    groups, ranks = _groups.setdefault(mesh.get_group(0), {}), _ranks(mesh)
+    if ranks not in groups:
+        groups[ranks] = torch.distributed.new_group(list(ranks), use_local_synchronization=True)
+    return groups[ranks]
 
 
 def _share(param: Any, slot: int) -> Share:

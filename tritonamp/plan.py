@@ -118,7 +118,7 @@ class Plan:
 
     Attributes:
         entries: one for each parameter that can have a gradient, in the order of the groups.
-        grads: their gradients; None where there is nothing to do.
+        grads: their gradients; None where there is nothing to do. Without elements where others hold all of a DTensor.
         state: step counters and state tensors; ``Entry.at`` says whose.
         device: the device of all of them; None without parameters.
         agreement: among which ranks steps are agreed.
@@ -140,7 +140,7 @@ class Plan:
         self._keys: list[tuple[int, tuple[str, ...]]] = []  # place in the optimizer's state, and the keys used there
         self._state_refs: list[weakref.ref[Tensor]] = []
         self._masters: list[int] = []  # numbers of the entries that have a master copy
-        self._versions: dict[int, int] = {}  # theirs, after the last step
+        self._versions: dict[int, tuple[int, int]] = {}  # theirs, after the last step
         self._has_complex = False
         self._has_shards = False
 
@@ -162,7 +162,7 @@ class Plan:
         else:
             all_params, all_grads = owners, [param.grad for param in owners]
         # Frozen parameters may be anything, quantized or elsewhere.
-        used = [grad is not None or param.requires_grad for param, grad in zip(all_params, all_grads, strict=True)]
+        used = [grad is not None or owner.requires_grad for owner, grad in zip(owners, all_grads, strict=True)]
         params, grads = list(compress(all_params, used)), list(compress(all_grads, used))
         self._owners = list(compress(owners, used)) if self._has_shards else params
         has_grad = [grad is not None for grad in grads]
@@ -181,13 +181,12 @@ class Plan:
             self._grad_facts = [next(new) if has else known for has, known in zip(has_grad, old, strict=True)]
             self._ids, self._used = ids, used
         self.device = params[0].device if params else None
-        self.grads = [grad if grad is not None and grad.numel() else None for grad in grads]
-        # Another rank may have something to do where this one has not.
-        if optimizer.process_group is not None:
-            return True
-        if self._has_shards:
-            return any(grad is not None and owner.numel() for grad, owner in zip(grads, self._owners, strict=True))
-        return any(grad is not None for grad in self.grads)
+        # An empty part of a DTensor stays: its steps are counted, and another rank has something to do.
+        self.grads = [
+            grad if grad is not None and owner.numel() else None
+            for owner, grad in zip(self._owners, grads, strict=True)
+        ]
+        return optimizer.process_group is not None or any(grad is not None for grad in self.grads)
 
     def prepare(self, optimizer: FusedOptimizer) -> None:
         """Make what :meth:`look` found ready for a launch: state that is missing, entries that have changed."""
@@ -203,7 +202,7 @@ class Plan:
 
     def updated_masters(self) -> None:
         """To be called after a step: from here on, who else writes to a parameter with a master copy is noticed."""
-        self._versions = {i: self.entries[i].param._version for i in self._masters}
+        self._versions = {i: _versions(self.entries[i]) for i in self._masters}
 
     @torch.no_grad()
     def _follow_params(self) -> None:
@@ -213,7 +212,7 @@ class Plan:
         """
         for i in self._masters:
             entry = self.entries[i]
-            if entry.at >= 0 and self._versions.get(i) != entry.param._version:
+            if entry.at >= 0 and self._versions.get(i) != _versions(entry):
                 master = self.state_of(entry)[1][-1]
                 is_rounding = master.to(entry.param.dtype) == entry.param
                 master.copy_(torch.where(is_rounding, master, entry.param.to(master.dtype)))
@@ -225,13 +224,16 @@ class Plan:
         return self.state[entry.at], self.state[entry.at + 1 : entry.at + 1 + entry.n_states]
 
     def updated(self) -> list[Tensor]:
-        """What a step from the present gradients updates: parameters, step counters, state tensors; local parts."""
-        if all(grad is not None for grad in self.grads):
-            return [*(entry.param for entry in self.entries), *self.state]
+        """What a step from the present gradients updates: parameters, step counters, state tensors.
+
+        Of DTensors the local parts, and the parameters themselves: both have a version.
+        """
         tensors: list[Tensor] = []
+        if not self._has_shards and all(grad is not None for grad in self.grads):
+            return [*(entry.param for entry in self.entries), *self.state]
         for entry, grad in zip(self.entries, self.grads, strict=True):
             if grad is not None:
-                tensors.append(entry.param)
+                tensors += {id(tensor): tensor for tensor in (entry.owner, entry.param)}.values()
                 tensors += self.state[entry.at : entry.at + 1 + entry.n_states] if entry.at >= 0 else ()
         return tensors
 
@@ -288,6 +290,11 @@ class Plan:
         present = [grad for grad in self.grads if grad is not None]
         if any(map(Tensor.is_neg, present)) or (self._has_complex and any(map(Tensor.is_conj, present))):
             self.grads = [None if grad is None else grad.resolve_conj().resolve_neg() for grad in self.grads]
+
+
+def _versions(entry: Entry) -> tuple[int, int]:
+    """What writing to the parameter changes; a DTensor and its local part are not told of each other's."""
+    return entry.owner._version, entry.param._version
 
 
 _dtype = attrgetter("dtype")

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from .distributed import local_of
+from .distributed import like, local_of
 from .loss_scale import LossScale
 
 
@@ -59,9 +59,11 @@ def unscale_grads(params: Iterable[Tensor], inv_scale: Tensor, found_inf: Tensor
         if grad is None:
             continue
         if grad.is_conj() or grad.is_neg():
-            param.grad = grad = grad.resolve_conj().resolve_neg()
+            grad = grad.resolve_conj().resolve_neg()
+            param.grad = like(param, grad)
         if 0 in grad.stride():  # an expanded gradient: its elements share memory
-            param.grad = grad = grad.clone(memory_format=torch.contiguous_format)
+            grad = grad.clone(memory_format=torch.contiguous_format)
+            param.grad = like(param, grad)
         reals = torch.view_as_real(grad) if grad.is_complex() else grad
         by_dtype.setdefault(reals.dtype, []).append(reals.detach())
     for grads in by_dtype.values():

@@ -141,7 +141,8 @@ class Table:
             words[getattr(_AT, name)] = word
         words.view(np.float64)[_AT.SKIP_NORM] = request.skip_norm
         self._fill_groups(optimizer, words[_AT.HEADER : self._header["GRADS"]].reshape(self._n_groups, _AT.GROUP))
-        words[self._header["GRADS"] :] = [0 if grad is None else grad.data_ptr() for grad in grads]
+        # An empty gradient may have no address; that it is there counts its step.
+        words[self._header["GRADS"] :] = [0 if grad is None else grad.data_ptr() or 1 for grad in grads]
         if np.array_equal(words, self.words[: self.changing]):
             return False
         self.words[: self.changing] = words

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
-from ..distributed import WHOLE, Share
+from ..distributed import WHOLE, Share, like
 from ..loss_scale import FOUND_INF as RECORDED_INF
 from ..loss_scale import SCALE, advance
 from ..plan import MASTER, STOCHASTIC, Entry, Plan, compute_dtype, dense_strides, layout_of, real_dtype
@@ -81,10 +81,10 @@ class TorchBackend:
         """The norm over all ranks; not finite if any of them has found an inf or NaN."""
         agreement = plan.agreement
         if not agreement.is_needed and not self._has_wider_grads:
-            return global_norm([grad for grad in plan.grads if grad is not None], inv_scale)
+            return global_norm([grad for grad in plan.grads if grad is not None and grad.numel()], inv_scale)
         grads: dict[Share, list[Tensor]] = {}
         for entry, grad in zip(plan.entries, plan.grads, strict=True):
-            if grad is not None:
+            if grad is not None and grad.numel():
                 grads.setdefault(entry.share._replace(shard=0), []).append(_narrowed(grad, compute_dtype(entry.param)))
         if not agreement.is_needed:
             return global_norm(grads.get(WHOLE, []), inv_scale)
@@ -183,8 +183,7 @@ def _run_plain(
         g = g * (factor / rescue) * rescue
         if 0 in grad.stride():  # expanded: its elements share memory
             grad = grad.clone(memory_format=torch.contiguous_format)
-            if entry.owner is entry.param:
-                entry.param.grad = grad
+            entry.owner.grad = like(entry.owner, grad)
         as_real(grad).copy_(g)
     step = 1.0 if counter is None else float(counter.add_(1))
     *states, p = states if entry.kept == MASTER else (*states, param.to(dtype))

@@ -27,6 +27,7 @@ if TYPE_CHECKING:
 
 BLOCK = 512  # elements per program and turn
 THREADS = BLOCK // 4  # so that float32 moves in 16-byte accesses, in warps of 32 or of 64
+SUMS_BLOCK = 1024  # partials that the one program of `sums_kernel` waits for at once
 MAX_RESIDENT = 8  # programs per multiprocessor: 1024 threads, which every device holds
 _DTYPES = {
     torch.float16: tl.float16,
@@ -101,7 +102,7 @@ class TritonBackend:
         n_chunks = workspace.table.n_chunks
         if request.needs_norm and agreement.is_needed:
             self._launch_of(statistics_kernel, rule)(n_chunks, workspace.words, workspace.partials, state)
-            sums_kernel[(1,)](workspace.words, workspace.partials, request.outcome, workspace.sums, BLOCK=THREADS)
+            sums_kernel[(1,)](workspace.words, workspace.partials, request.outcome, workspace.sums, BLOCK=SUMS_BLOCK)
             agreed = agreement.reduce(workspace.sums)
             self._launch_of(apply_kernel, rule, DECIDE=True)(n_chunks, workspace.words, agreed, *work[2:])
             return
