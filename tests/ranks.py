@@ -8,6 +8,7 @@ import importlib.util
 import inspect
 import math
 import multiprocessing
+import multiprocessing.connection
 import pickle
 import sys
 import time
@@ -89,37 +90,49 @@ class Pool:
             self._end(world)
 
     def outcomes(
-        self, work: Callable[..., Any], *args: Any, ranks: int, timeout: float = TIMEOUT, **kwargs: Any
+        self,
+        work: Callable[..., Any],
+        *args: Any,
+        ranks: int,
+        timeout: float = TIMEOUT,
+        patience: float = 120.0,
+        **kwargs: Any,
     ) -> list[Any]:
         """Call ``work(*args, **kwargs)`` on that many ranks; what each returns, or a :class:`Failure`.
 
-        ``timeout`` is the process group's, in seconds.
+        ``timeout`` is the process group's, in seconds; after a failure, others are waited for with ``patience``.
         """
         world = self._world(ranks, timeout)
         task = pickle.dumps(_Task(str(inspect.getsourcefile(work)), work.__qualname__, args, kwargs))
         for _, connection in world:
             connection.send_bytes(task)
-        deadline = time.monotonic() + 300
-        found = [self._receive(connection, deadline) for _, connection in world]
+        found: list[Any] = [Failure("hung", "no answer")] * ranks
+        waiting = {connection: rank for rank, (_, connection) in enumerate(world)}
+        deadline = time.monotonic() + 120.0
+        while waiting and time.monotonic() < deadline:
+            for connection in multiprocessing.connection.wait(list(waiting), 1.0):
+                rank = waiting.pop(connection)
+                found[rank] = _answer(connection)
+                if isinstance(found[rank], Failure):
+                    deadline = min(deadline, time.monotonic() + patience)
         if any(isinstance(outcome, Failure) for outcome in found):
             self._end(self._worlds.pop((ranks, timeout)))
         return found
 
-    def _receive(self, connection: Any, deadline: float) -> Any:
-        try:
-            if connection.poll(max(deadline - time.monotonic(), 0)):
-                return pickle.loads(connection.recv_bytes())
-            return Failure("hung", "no answer")
-        except (EOFError, ConnectionError):
-            return Failure("died", "its process ended")
-
     def run(self, work: Callable[..., Any], *args: Any, ranks: int, **kwargs: Any) -> list[Any]:
         """As :meth:`outcomes`, where none may fail."""
-        found = self.outcomes(work, *args, ranks=ranks, **kwargs)
+        found = self.outcomes(work, *args, ranks=ranks, patience=1.0, **kwargs)
         reports = [f"rank {i}: {o.report}" for i, o in enumerate(found) if isinstance(o, Failure)]
         if reports:
             raise AssertionError("\n".join(reports))
         return found
+
+
+def _answer(connection: Any) -> Any:
+    try:
+        return pickle.loads(connection.recv_bytes())
+    except (EOFError, ConnectionError):
+        return Failure("died", "its process ended")
 
 
 def _serve(rank: int, ranks: int, timeout: float, store: Path, connection: Any) -> None:
