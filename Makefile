@@ -8,7 +8,7 @@ VENV := .venv
 BIN := $(VENV)/bin
 INSTALLED := $(VENV)/.installed
 PIP_INSTALL := -m pip install --disable-pip-version-check --constraint constraints.txt
-PYTEST := $(BIN)/pytest --numprocesses $(JOBS)
+PYTEST := $(BIN)/pytest --numprocesses $(JOBS) --dist loadgroup
 
 .DEFAULT_GOAL := help
 .PHONY: help install demo bench test test-deep coverage lint format types wheel-test clean

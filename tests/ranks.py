@@ -29,6 +29,7 @@ from tritonamp.backends import table
 from tritonamp.optimizer import FusedOptimizer
 from tritonamp.testing import Expectation, oracle
 
+Runs = tuple[Any, ...]  # a Runner's fields: pytest may have loaded another conftest under the same name
 TIMEOUT = 30.0  # seconds that a rank waits for others
 
 
@@ -169,8 +170,9 @@ def _module(file: str, modules: dict[str, ModuleType]) -> ModuleType:
 
 
 @contextlib.contextmanager
-def backend(runner: Runner) -> Iterator[str]:
+def backend(runs: Runs) -> Iterator[str]:
     """Where steps run as the runner's do, with chunks so small that small tensors make several; ``backend=``."""
+    runner = Runner(*runs)
     with mock.patch.object(table, "MIN_CHUNK", 512), runner.running():
         yield runner.backend
 
@@ -220,7 +222,12 @@ def checked_step(optimizer: FusedOptimizer, **known: Any) -> oracle.Step:
     everyone: list[Any] = [None] * dist.get_world_size()
     grads = [local(param.grad) for param in optimizer._params() if param.grad is not None]
     dist.all_gather_object(everyone, not all(bool(grad.isfinite().all()) for grad in grads))
-    known = {"found_inf": any(everyone), "unscaled": optimizer._is_unscaled, "skip_nonfinite": optimizer._skip_nonfinite, **known}
+    known = {
+        "found_inf": any(everyone),
+        "unscaled": optimizer._is_unscaled,
+        "skip_nonfinite": optimizer._skip_nonfinite,
+        **known,
+    }
     want = oracle.step(
         before.params,
         before.grads,
@@ -252,4 +259,7 @@ def assert_agreed(numbers: list[float]) -> None:
 
 
 def bits(tensors: list[Tensor]) -> list[bytes]:
-    return [t.detach().clone(memory_format=torch.contiguous_format).view(-1).view(torch.uint8).numpy().tobytes() for t in tensors]
+    return [
+        t.detach().clone(memory_format=torch.contiguous_format).view(-1).view(torch.uint8).numpy().tobytes()
+        for t in tensors
+    ]

@@ -8,8 +8,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from conftest import RUNNERS, Runner
-from ranks import Pool, agreed, assert_agreed, backend, whole
+from ranks import Pool, Runs, agreed, assert_agreed, backend, whole
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import CPUOffloadPolicy, fully_shard
@@ -32,7 +31,7 @@ def batch(step: int) -> Tensor:
     return torch.randn(PARTS, dist.get_world_size(), ROWS, 5, dtype=torch.float64, generator=generator)
 
 
-def accumulate(layout: str, runner: Runner) -> None:
+def accumulate(layout: str, runner: Runs) -> None:
     reference, model = network(), network()
     if layout == "ddp":
         model = nn.parallel.DistributedDataParallel(model)
@@ -66,6 +65,5 @@ def accumulate(layout: str, runner: Runner) -> None:
 
 
 @pytest.mark.parametrize("layout", ["ddp", "fsdp2", "offload"])
-@pytest.mark.parametrize("runner", RUNNERS, ids=str)
-def test_accumulated_gradients_train_as_one_batch(layout: str, runner: Runner, pool: Pool) -> None:
+def test_accumulated_gradients_train_as_one_batch(layout: str, runner: Runs, pool: Pool) -> None:
     pool.run(accumulate, layout, runner, ranks=2)

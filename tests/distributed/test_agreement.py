@@ -9,8 +9,7 @@ from unittest import mock
 import pytest
 import torch
 import torch.distributed as dist
-from conftest import RUNNERS, Runner
-from ranks import Pool, agreed, assert_agreed, backend, bits, checked_step, local, whole
+from ranks import Pool, Runs, agreed, assert_agreed, backend, bits, checked_step, local, whole
 from torch import Tensor
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
@@ -57,7 +56,7 @@ def mixed() -> list[Any]:
 # Overflows.
 
 
-def overflow(at: int, rank: int, runner: Runner, is_unscaled: bool) -> None:
+def overflow(at: int, rank: int, runner: Runs, is_unscaled: bool) -> None:
     params = mixed()
     with backend(runner) as name:
         opt = tritonamp.AdamW(params, lr=0.1, loss_scale=tritonamp.LossScale(1024.0), max_norm=1.0, backend=name)
@@ -78,10 +77,11 @@ def overflow(at: int, rank: int, runner: Runner, is_unscaled: bool) -> None:
 
 @pytest.mark.parametrize("is_unscaled", [False, True], ids=["step", "unscale"])
 @pytest.mark.parametrize("rank", [0, 3])
-@pytest.mark.parametrize("at", [0, 1, 2, 4, 5], ids=["sharded", "replicated-in-part", "in-a-row", "replicated", "plain"])
-@pytest.mark.parametrize("runner", RUNNERS, ids=str)
+@pytest.mark.parametrize(
+    "at", [0, 1, 2, 4, 5], ids=["sharded", "replicated-in-part", "in-a-row", "replicated", "plain"]
+)
 def test_an_overflow_on_one_rank_skips_the_step_on_all(
-    at: int, rank: int, is_unscaled: bool, runner: Runner, pool: Pool
+    at: int, rank: int, is_unscaled: bool, runner: Runs, pool: Pool
 ) -> None:
     """Rank 3's replicas do not count in the norm, and its plain tensor is one of four."""
     pool.run(overflow, at, rank, runner, is_unscaled, ranks=4)
@@ -134,7 +134,7 @@ def test_ranks_decide_by_the_same_bits(pool: Pool) -> None:
 # The norm, and what it costs.
 
 
-def norms(runner: Runner, dtype: torch.dtype) -> None:
+def norms(runner: Runs, dtype: torch.dtype) -> None:
     mesh = init_device_mesh("cpu", (4,))
     params = [sharded(torch.ones(shape, dtype=dtype), mesh, Shard(0)) for shape in ((1000,), (3, 7), (2,))]
     with backend(runner) as name:
@@ -152,12 +152,11 @@ def norms(runner: Runner, dtype: torch.dtype) -> None:
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
-@pytest.mark.parametrize("runner", RUNNERS, ids=str)
-def test_the_norm_is_that_of_the_whole(dtype: torch.dtype, runner: Runner, pool: Pool) -> None:
+def test_the_norm_is_that_of_the_whole(dtype: torch.dtype, runner: Runs, pool: Pool) -> None:
     pool.run(norms, runner, dtype, ranks=4)
 
 
-def messages(make: str, runner: Runner) -> list[tuple[int, torch.dtype, int]]:
+def messages(make: str, runner: Runs) -> list[tuple[int, torch.dtype, int]]:
     """Numbers, dtype and ranks of each all-reduce of a step; no other collective is called."""
     mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))
     params = {
@@ -198,9 +197,8 @@ def messages(make: str, runner: Runner) -> list[tuple[int, torch.dtype, int]]:
         ("group", [(1, 4)]),
     ],
 )
-@pytest.mark.parametrize("runner", RUNNERS, ids=str)
 def test_a_step_sends_one_message_per_mesh(
-    make: str, expected: list[tuple[int, int]], runner: Runner, pool: Pool
+    make: str, expected: list[tuple[int, int]], runner: Runs, pool: Pool
 ) -> None:
     """Plain tensors and steps that need no norm send none."""
     for sent in pool.run(messages, make, runner, ranks=4):

@@ -7,10 +7,9 @@ from typing import Any, NamedTuple
 import pytest
 import torch
 import torch.distributed as dist
-from conftest import RUNNERS, Runner
 from hypothesis import Phase, example, given, settings
 from hypothesis import strategies as st
-from ranks import Pool, agreed, assert_agreed, backend, bits, checked_step, local, whole
+from ranks import Pool, Runs, agreed, assert_agreed, backend, bits, checked_step, local, whole
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distribute_tensor
@@ -102,7 +101,7 @@ def gradient(tensor: Any, param: Param, scale: float, seed: int) -> Any:
     return distribute_tensor(grad, tensor.device_mesh, tensor.placements, src_data_rank=None)
 
 
-def steps(drawn: Drawn, runner: Runner) -> None:
+def steps(drawn: Drawn, runner: Runs) -> None:
     mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))
     generator = torch.Generator().manual_seed(1)
     tensors: list[Any] = []
@@ -124,8 +123,7 @@ def steps(drawn: Drawn, runner: Runner) -> None:
             assert_agreed(agreed(opt))
 
 
-@pytest.mark.parametrize("runner", RUNNERS, ids=str)
-def test_steps_equal_those_on_whole_tensors(runner: Runner, pool: Pool) -> None:
+def test_steps_equal_those_on_whole_tensors(runner: Runs, pool: Pool) -> None:
     replicated = Param((7,), torch.float32, "both", (None, 0), "partial", False)
     row = Param((3, 3), torch.float64, "tp", (1,), "same", False)
     empty = Param((1, 3), torch.bfloat16, "both", (0, 0), "same", False)
@@ -143,7 +141,7 @@ def test_steps_equal_those_on_whole_tensors(runner: Runner, pool: Pool) -> None:
 # Rounding.
 
 
-def stochastic(runner: Runner, seed: int) -> list[bytes]:
+def stochastic(runner: Runs, seed: int) -> list[bytes]:
     mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("replicate", "shard"))
     start = torch.linspace(1, 2, 600).to(torch.bfloat16).repeat(2)  # both shards alike
     param = nn.Parameter(distribute_tensor(start, mesh, [Replicate(), Shard(0)], src_data_rank=None))
@@ -163,14 +161,13 @@ def stochastic(runner: Runner, seed: int) -> list[bytes]:
     return bits([local(param)])
 
 
-@pytest.mark.parametrize("runner", RUNNERS, ids=str)
-def test_stochastic_rounding_differs_between_shards_and_not_between_replicas(runner: Runner, pool: Pool) -> None:
+def test_stochastic_rounding_differs_between_shards_and_not_between_replicas(runner: Runs, pool: Pool) -> None:
     first = pool.run(stochastic, runner, 0, ranks=4)
     assert first[0] == first[2] != first[1] == first[3]
     assert pool.run(stochastic, runner, 0, ranks=4) == first != pool.run(stochastic, runner, 1, ranks=4)
 
 
-def written_to(runner: Runner) -> None:
+def written_to(runner: Runs) -> None:
     mesh = init_device_mesh("cpu", (2,))
     param: Any = nn.Parameter(distribute_tensor(torch.ones(6).bfloat16(), mesh, [Shard(0)], src_data_rank=None))
     with backend(runner) as name:
@@ -186,15 +183,14 @@ def written_to(runner: Runner) -> None:
             assert torch.equal(whole(opt.state[param]["master_param"]), torch.full((6,), value - 2.0**-12))
 
 
-@pytest.mark.parametrize("runner", RUNNERS, ids=str)
-def test_what_others_write_reaches_the_master_copy(runner: Runner, pool: Pool) -> None:
+def test_what_others_write_reaches_the_master_copy(runner: Runs, pool: Pool) -> None:
     pool.run(written_to, runner, ranks=2)
 
 
 # What torch's optimizers do as well.
 
 
-def update_between(runner: Runner) -> None:
+def update_between(runner: Runs) -> None:
     torch.manual_seed(0)
     mesh = init_device_mesh("cpu", (2,))
     model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))
@@ -208,12 +204,11 @@ def update_between(runner: Runner) -> None:
             loss.backward()
 
 
-@pytest.mark.parametrize("runner", RUNNERS, ids=str)
-def test_autograd_sees_the_update(runner: Runner, pool: Pool) -> None:
+def test_autograd_sees_the_update(runner: Runs, pool: Pool) -> None:
     pool.run(update_between, runner, ranks=2)
 
 
-def expanded(runner: Runner, is_unscaled: bool) -> None:
+def expanded(runner: Runs, is_unscaled: bool) -> None:
     mesh = init_device_mesh("cpu", (2,))
     param: Any = nn.Parameter(distribute_tensor(torch.ones(6, 2), mesh, [Shard(0)], src_data_rank=None))
     with backend(runner) as name:
@@ -228,12 +223,11 @@ def expanded(runner: Runner, is_unscaled: bool) -> None:
 
 
 @pytest.mark.parametrize("is_unscaled", [False, True], ids=["step", "unscale"])
-@pytest.mark.parametrize("runner", RUNNERS, ids=str)
-def test_expanded_gradients_are_taken(runner: Runner, is_unscaled: bool, pool: Pool) -> None:
+def test_expanded_gradients_are_taken(runner: Runs, is_unscaled: bool, pool: Pool) -> None:
     pool.run(expanded, runner, is_unscaled, ranks=2)
 
 
-def complex_ones(runner: Runner) -> None:
+def complex_ones(runner: Runs) -> None:
     mesh = init_device_mesh("cpu", (2,))
     start = torch.complex(torch.arange(5.0), torch.ones(5))
     param: Any = nn.Parameter(distribute_tensor(start, mesh, [Shard(0)], src_data_rank=None))
@@ -247,8 +241,7 @@ def complex_ones(runner: Runner) -> None:
             checked_step(opt)
 
 
-@pytest.mark.parametrize("runner", RUNNERS, ids=str)
-def test_complex_parameters_are_pairs_of_reals(runner: Runner, pool: Pool) -> None:
+def test_complex_parameters_are_pairs_of_reals(runner: Runs, pool: Pool) -> None:
     pool.run(complex_ones, runner, ranks=2)
 
 

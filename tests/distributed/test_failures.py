@@ -8,8 +8,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from conftest import RUNNERS, Runner
-from ranks import Failure, Pool, agreed, backend, bits
+from ranks import Failure, Pool, Runs, agreed, backend, bits
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Shard, distribute_tensor
@@ -19,7 +18,7 @@ import tritonamp
 pytestmark = pytest.mark.xdist_group("ranks")
 
 
-def fail(how: str, kind: str, runner: Runner) -> str:
+def fail(how: str, kind: str, runner: Runs) -> str:
     if kind == "mesh":
         mesh = init_device_mesh("cpu", (2,))
         param: Any = nn.Parameter(distribute_tensor(torch.ones(5), mesh, [Shard(0)], src_data_rank=None))
@@ -52,8 +51,7 @@ def fail(how: str, kind: str, runner: Runner) -> str:
 
 @pytest.mark.parametrize("kind", ["mesh", "group"])
 @pytest.mark.parametrize("how", ["raises", "dies"])
-@pytest.mark.parametrize("runner", RUNNERS, ids=str)
-def test_a_rank_that_fails_ends_the_others_unchanged(how: str, kind: str, runner: Runner, pool: Pool) -> None:
+def test_a_rank_that_fails_ends_the_others_unchanged(how: str, kind: str, runner: Runs, pool: Pool) -> None:
     first, second = pool.outcomes(fail, how, kind, runner, ranks=2, timeout=3.0)
     assert isinstance(first, Failure) and isinstance(second, Failure)
     # Of torch.distributed, by its timeout or at once; not the comparison's.

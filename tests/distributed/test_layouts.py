@@ -8,8 +8,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from conftest import RUNNERS, Runner
-from ranks import Pool, agreed, assert_agreed, backend, bits, checked_step, whole
+from ranks import Pool, Runs, agreed, assert_agreed, backend, bits, checked_step, whole
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
@@ -103,7 +102,7 @@ def fsdp2_tensor_parallel(model: nn.Module) -> Laid:
     return fully_shard(model, mesh=mesh["dp"]), 2, mesh.get_local_rank("dp")
 
 
-def train(layout: Callable[[nn.Module], Laid], runner: Runner, optimizer: Any, options: dict[str, Any]) -> list[Any]:
+def train(layout: Callable[[nn.Module], Laid], runner: Runs, optimizer: Any, options: dict[str, Any]) -> list[Any]:
     """Six steps, each compared with the oracle's; inf on one rank only at the third."""
     laid, parts, number = layout(Network())
     with backend(runner) as name:
@@ -112,7 +111,10 @@ def train(layout: Callable[[nn.Module], Laid], runner: Runner, optimizer: Any, o
         skipped = []
         for i in range(6):
             generator = torch.Generator().manual_seed(i)
-            x, y = torch.randn(BATCH * parts, 5, generator=generator), torch.randn(BATCH * parts, 1, generator=generator)
+            x, y = (
+                torch.randn(BATCH * parts, 5, generator=generator),
+                torch.randn(BATCH * parts, 1, generator=generator),
+            )
             rows = slice(BATCH * number, BATCH * (number + 1))
             x, y = x[rows], y[rows]
             if i == 2 and dist.get_rank() == 0:
@@ -126,14 +128,21 @@ def train(layout: Callable[[nn.Module], Laid], runner: Runner, optimizer: Any, o
     return [[whole(p) for p in laid.parameters()], agreed(opt)]
 
 
-LAYOUTS = [(ddp, 2), (fsdp2, 2), (fsdp2, 4), (hsdp, 4), (tensor_parallel, 2), (sequence_parallel, 2), (fsdp2_tensor_parallel, 4)]
+LAYOUTS = [
+    (ddp, 2),
+    (fsdp2, 2),
+    (fsdp2, 4),
+    (hsdp, 4),
+    (tensor_parallel, 2),
+    (sequence_parallel, 2),
+    (fsdp2_tensor_parallel, 4),
+]
 
 
 @pytest.mark.parametrize(("layout", "ranks"), LAYOUTS, ids=lambda value: getattr(value, "__name__", value))
-@pytest.mark.parametrize("runner", RUNNERS, ids=str)
-def test_steps_equal_those_of_one_process(layout: Any, ranks: int, runner: Runner, pool: Pool) -> None:
+def test_steps_equal_those_of_one_process(layout: Any, ranks: int, runner: Runs, pool: Pool) -> None:
     pool.run(train_named, layout.__name__, runner, ranks=ranks)
 
 
-def train_named(layout: str, runner: Runner) -> list[Any]:
+def train_named(layout: str, runner: Runs) -> list[Any]:
     return train(globals()[layout], runner, tritonamp.AdamW, {"lr": 0.01})

@@ -9,8 +9,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from conftest import RUNNERS, Runner
-from ranks import Pool, agreed, assert_agreed, backend, checked_step
+from ranks import Pool, Runs, agreed, assert_agreed, backend, checked_step
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Shard, distribute_tensor
@@ -20,7 +19,7 @@ import tritonamp
 pytestmark = pytest.mark.xdist_group("ranks")
 
 
-def other_parameters(kind: str, runner: Runner) -> None:
+def other_parameters(kind: str, runner: Runs) -> None:
     rank = dist.get_rank()
     params = [nn.Parameter(torch.randn(3 + rank)) for _ in range(1 + rank)]
     if kind == "frozen" and rank == 1:
@@ -28,7 +27,12 @@ def other_parameters(kind: str, runner: Runner) -> None:
             param.requires_grad_(False)
     with backend(runner) as name:
         opt = tritonamp.AdamW(
-            params, lr=0.1, max_norm=0.5, loss_scale=tritonamp.LossScale(16.0), backend=name, process_group=dist.group.WORLD
+            params,
+            lr=0.1,
+            max_norm=0.5,
+            loss_scale=tritonamp.LossScale(16.0),
+            backend=name,
+            process_group=dist.group.WORLD,
         )
         for step in range(4):
             scale = float(opt.scale(torch.ones(())))
@@ -43,18 +47,19 @@ def other_parameters(kind: str, runner: Runner) -> None:
 
 
 @pytest.mark.parametrize("kind", ["all", "without-gradients", "frozen"])
-@pytest.mark.parametrize("runner", RUNNERS, ids=str)
-def test_steps_equal_those_of_one_optimizer(kind: str, runner: Runner, pool: Pool) -> None:
+def test_steps_equal_those_of_one_optimizer(kind: str, runner: Runs, pool: Pool) -> None:
     """Also where the second rank has no gradients, at times or ever."""
     pool.run(other_parameters, kind, runner, ranks=2)
 
 
-def three_and_four(runner: Runner, dtype: torch.dtype) -> None:
+def three_and_four(runner: Runs, dtype: torch.dtype) -> None:
     values = [3.0, 4.0]
     param = nn.Parameter(torch.zeros(1, dtype=dtype))
     param.grad = torch.full((1,), values[dist.get_rank()], dtype=dtype)
     with backend(runner) as name:
-        opt = tritonamp.SGD([param], lr=1.0, max_norm=1.0, loss_scale=None, backend=name, process_group=dist.group.WORLD)
+        opt = tritonamp.SGD(
+            [param], lr=1.0, max_norm=1.0, loss_scale=None, backend=name, process_group=dist.group.WORLD
+        )
         opt.step()
     assert float(opt.grad_norm) == 5.0
     # 1e-6 once. The product is rounded to float32, then to the parameter's dtype.
@@ -63,12 +68,11 @@ def three_and_four(runner: Runner, dtype: torch.dtype) -> None:
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16], ids=str)
-@pytest.mark.parametrize("runner", RUNNERS, ids=str)
-def test_shards_of_norm_3_and_4_have_norm_5(runner: Runner, dtype: torch.dtype, pool: Pool) -> None:
+def test_shards_of_norm_3_and_4_have_norm_5(runner: Runs, dtype: torch.dtype, pool: Pool) -> None:
     pool.run(three_and_four, runner, dtype, ranks=2)
 
 
-def many_small(runner: Runner) -> float:
+def many_small(runner: Runs) -> float:
     """bfloat16 gradients: rank 0 holds 256, the others 1 each, which bfloat16 and even float32 would not add."""
     value = 2.0**13 if dist.get_rank() == 0 else 1.0
     param = nn.Parameter(torch.zeros(1, dtype=torch.bfloat16))
@@ -79,13 +83,12 @@ def many_small(runner: Runner) -> float:
     return float(opt._outcome_state()[0])
 
 
-@pytest.mark.parametrize("runner", RUNNERS, ids=str)
-def test_squares_are_added_in_float64(runner: Runner, pool: Pool) -> None:
+def test_squares_are_added_in_float64(runner: Runs, pool: Pool) -> None:
     exact = (2.0**26 + 3) ** 0.5  # 2**26 + 3 needs 27 bits
     assert pool.run(many_small, runner, ranks=4) == [pytest.approx(exact, rel=2.0**-51)] * 4
 
 
-def pipeline(runner: Runner) -> None:
+def pipeline(runner: Runs) -> None:
     """Two stages of two ranks each; every stage is sharded over its own mesh."""
     mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("pp", "dp"))
     stage = mesh.get_local_rank("pp")
@@ -107,8 +110,7 @@ def pipeline(runner: Runner) -> None:
     assert scale.get_scale() == 8.0
 
 
-@pytest.mark.parametrize("runner", RUNNERS, ids=str)
-def test_pipeline_stages_of_shards_agree(runner: Runner, pool: Pool) -> None:
+def test_pipeline_stages_of_shards_agree(runner: Runs, pool: Pool) -> None:
     pool.run(pipeline, runner, ranks=4)
 
 
@@ -125,7 +127,7 @@ def make_zero(model: nn.Module, name: str) -> Any:
     return ZeroRedundancyOptimizer(model.parameters(), optimizer_class=adamw, lr=0.05, max_norm=0.1)
 
 
-def zero(runner: Runner) -> None:
+def zero(runner: Runs) -> None:
     rank, ranks = dist.get_rank(), dist.get_world_size()
 
     def make() -> nn.Module:
@@ -161,8 +163,7 @@ def zero(runner: Runner) -> None:
             torch.testing.assert_close(ours, want, rtol=0, atol=1e-10)
 
 
-@pytest.mark.parametrize("runner", RUNNERS, ids=str)
-def test_torchs_zero_redundancy_optimizer_trains_as_one(runner: Runner, pool: Pool) -> None:
+def test_torchs_zero_redundancy_optimizer_trains_as_one(runner: Runs, pool: Pool) -> None:
     pool.run(zero, runner, ranks=2)
 
 
