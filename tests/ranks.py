@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-import datetime
+import datetime as dt
 import importlib.util
 import inspect
 import math
@@ -138,7 +138,7 @@ def _answer(connection: Any) -> Any:
 
 def _serve(rank: int, ranks: int, timeout: float, store: Path, connection: Any) -> None:
     torch.set_num_threads(1)
-    wait = datetime.timedelta(seconds=timeout)
+    wait = dt.timedelta(seconds=timeout)
     dist.init_process_group("gloo", init_method=f"file://{store}", rank=rank, world_size=ranks, timeout=wait)
     modules: dict[str, ModuleType] = {}
     while True:

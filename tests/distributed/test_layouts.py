@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from ranks import Pool, Runs, agreed, assert_agreed, backend, bits, checked_step, whole
+from ranks import Pool, Runs, agreed, assert_agreed, backend, checked_step, whole
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
