@@ -20,6 +20,7 @@ from bench import contenders, measure, report, run, workloads
 from bench.contenders import CONTENDERS, RULES, Contender, ScalerStep, Step
 from bench.problem import Problem, check
 from bench.results import Results, Row, quantiles
+from tritonamp.backends import norm
 
 pytestmark = pytest.mark.compiled  # one process is enough
 
@@ -324,13 +325,16 @@ class Moved(TorchDispatchMode):
 
 @pytest.mark.parametrize("contender", ON_CPU, ids=str)
 @pytest.mark.parametrize("rule", RULES)
-def test_the_bytes_moved_are_those_of_the_operators(contender: Contender, rule: str) -> None:
-    problem = Problem([(1000,)] * 3, CPU)
+def test_the_bytes_moved_are_those_of_the_operators(
+    contender: Contender, rule: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(norm, "_BLOCK", 1024)  # smaller tensors are gathered first
+    problem = Problem([(1024,)] * 3, CPU)
     step = contender.make(RULES[rule], problem.params)
     check(contender, step, problem)
     problem.restore()
     step.scale_loss()
-    with Moved(least=1000) as moved:
+    with Moved(least=1024) as moved:
         step()
     # By its schema torch's fused step writes the gradients; it does so only where it divides them.
     unwritten = 4 if contender.name == "torch fused" else 0

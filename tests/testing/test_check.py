@@ -41,7 +41,7 @@ def test_torch_scaler_refuses_expanded_gradients() -> None:
     make = functools.partial(torch.optim.SGD, foreach=False, fused=False)
     (finding,) = check(make, rule="SGD", adapter=GradScalerAdapter, laws=["scale"]).findings
     assert "more than one element of the written-to tensor refers to a single memory location" in finding.message
-    assert "TensorSpec(shape=(2,), grad_layout='expanded')" in str(finding)
+    assert "grad_layout='expanded'" in str(finding)
 
 
 @TORCH_2_13
