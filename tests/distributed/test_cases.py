@@ -6,15 +6,13 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
-from pathlib import Path
+from collections.abc import Callable
 from typing import Any
 
 import pytest
 import torch
-from cases.ranks import RANKS, Run, ranks
 from cases.tools import leaf, scale_and_tracker, set_true_grads, train
-from conftest import Runner
+from ranks import Pool, Runs, backend
 from torch import distributed
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Shard
@@ -22,13 +20,28 @@ from torch.distributed.tensor import DTensor, Shard
 from tritonamp import SGD, AdamW, LossScale
 from tritonamp.testing import ScaleState, next_scale
 
+pytestmark = pytest.mark.xdist_group("ranks")
+
 INF, NAN = float("inf"), float("nan")
 
 
-@pytest.fixture(scope="module")
-def run() -> Iterator[Run]:
-    with ranks() as run:
-        yield run
+RANKS = 2
+Run = Callable[..., list[Any]]
+
+
+@pytest.fixture
+def run(pool: Pool, runner: Runs) -> Run:
+    """Calls a function of this module on all ranks, with the rank, the backend and the arguments."""
+
+    def run(function: Callable[..., Any], *args: Any) -> list[Any]:
+        return pool.run(on_rank, function.__name__, runner, *args, ranks=RANKS)
+
+    return run
+
+
+def on_rank(name: str, runner: Runs, *args: Any) -> Any:
+    with backend(runner) as chosen:
+        return globals()[name](distributed.get_rank(), chosen, *args)
 
 
 def scales_over_steps(rank: int, backend: str, bad: list[int | None]) -> list[tuple[float, int]]:
@@ -45,14 +58,14 @@ def scales_over_steps(rank: int, backend: str, bad: list[int | None]) -> list[tu
     return found
 
 
-def test_all_ranks_have_the_same_scale_after_every_step(runner: Runner, run: Run, tmp_path: Path) -> None:
+def test_all_ranks_have_the_same_scale_after_every_step(run: Run) -> None:
     # DI-01, pytorch/pytorch#136009
     bad = [None, 0, None, 1, None, None]  # the rank that overflows
     want, state = [], ScaleState(1024.0, growth_interval=2)
     for who in bad:
         state = next_scale(state, who is not None)
         want.append((state.scale, state.growth_tracker))
-    assert run(runner, tmp_path / "store", scales_over_steps, bad) == [want] * RANKS
+    assert run(scales_over_steps, bad) == [want] * RANKS
 
 
 def with_scales_that_differ(rank: int, backend: str) -> float:
@@ -62,9 +75,9 @@ def with_scales_that_differ(rank: int, backend: str) -> float:
     return optimizer.loss_scale.get_scale()
 
 
-def test_ranks_that_begin_with_different_scales_take_the_first_ones(runner: Runner, run: Run, tmp_path: Path) -> None:
+def test_ranks_that_begin_with_different_scales_take_the_first_ones(run: Run) -> None:
     # DI-01, pytorch/pytorch#136009
-    assert run(runner, tmp_path / "store", with_scales_that_differ) == [256.0] * RANKS
+    assert run(with_scales_that_differ) == [256.0] * RANKS
 
 
 def with_an_overflow(rank: int, backend: str, where: int, value: float) -> dict[str, Any]:
@@ -83,12 +96,10 @@ def with_an_overflow(rank: int, backend: str, where: int, value: float) -> dict[
 
 @pytest.mark.parametrize("value", [INF, NAN])
 @pytest.mark.parametrize("where", range(RANKS))
-def test_an_overflow_on_one_rank_skips_the_step_on_all(
-    runner: Runner, run: Run, tmp_path: Path, where: int, value: float
-) -> None:
+def test_an_overflow_on_one_rank_skips_the_step_on_all(run: Run, where: int, value: float) -> None:
     # DI-02, pytorch/pytorch#115710
     want = {"param": [1.0, 2.0], "step": 0.0, "scale": (32.0, 0), "skipped": (True, 1.0, 1)}
-    assert run(runner, tmp_path / "store", with_an_overflow, where, value) == [want] * RANKS
+    assert run(with_an_overflow, where, value) == [want] * RANKS
 
 
 def clipped(rank: int, backend: str, size: float, kind: str) -> tuple[float, float]:
@@ -111,13 +122,11 @@ def clipped(rank: int, backend: str, size: float, kind: str) -> tuple[float, flo
 
 @pytest.mark.parametrize("kind", ["plain", "DTensor"])
 @pytest.mark.parametrize("size", [1.0, 1e-6])
-def test_shards_are_clipped_by_the_norm_of_all(
-    runner: Runner, run: Run, tmp_path: Path, size: float, kind: str
-) -> None:
+def test_shards_are_clipped_by_the_norm_of_all(run: Run, size: float, kind: str) -> None:
     """The 1e-6 of the clip coefficient is added once, whatever the number of ranks."""
     # DI-04, pytorch/pytorch#149768, #170862, #126457, pytorch/torchtitan#766
     coefficient = size / (5 * size + 1e-6)
-    for rank, (norm, param) in enumerate(run(runner, tmp_path / "store", clipped, size, kind)):
+    for rank, (norm, param) in enumerate(run(clipped, size, kind)):
         assert math.isclose(norm, 5 * size, rel_tol=5e-7)
         assert math.isclose(param, -(3 + rank) * size * coefficient, rel_tol=1e-6)
 
@@ -138,10 +147,8 @@ def norm_of(rank: int, backend: str, grads: list[list[float]], dtype: torch.dtyp
         (torch.bfloat16, [[256.0], [16.0]]),  # 256.5, which bfloat16 rounds to 256
     ],
 )
-def test_norms_are_reduced_in_float32_at_least(
-    runner: Runner, run: Run, tmp_path: Path, dtype: torch.dtype, grads: list[list[float]]
-) -> None:
+def test_norms_are_reduced_in_float32_at_least(run: Run, dtype: torch.dtype, grads: list[list[float]]) -> None:
     # DI-05, NVIDIA-NeMo/Automodel#825, facebookresearch/fairscale#1092
     exact = torch.cat([torch.tensor(each, dtype=dtype).double() for each in grads]).norm()
-    for norm in run(runner, tmp_path / "store", norm_of, grads, dtype):
+    for norm in run(norm_of, grads, dtype):
         assert math.isclose(norm, float(exact), rel_tol=5e-7)
