@@ -4,7 +4,7 @@ Accuracy: what a thread loads at once, 8 elements at most, is added up in float3
 there on it is float64. So a sum is right to 11 roundings of 2**-24 (the square's own included), and the norm to half
 of that, 3.3e-7, however many elements there are. Squares of float32 values outside of [2**-40, 2**61) may leave the
 range in which this holds: a chunk whose largest value lies there is summed a second time, scaled by a power of two.
-(The norm of float64 gradients is formed without a second look: it is right between 2**-450 and 2**450.)
+(float64 gradients get no second look: their norm is right between 2**-450 and 2**450, and beyond counts as infinite.)
 """
 
 import triton
@@ -16,7 +16,7 @@ UNROLL = tl.constexpr(4)
 SMALL = tl.constexpr(2.0**-40)
 LARGE = tl.constexpr(2.0**61)  # 32 squares do not overflow
 FLOAT32_LIMIT = tl.constexpr(2.0**128 - 2.0**103)  # what is not below it rounds to inf
-CAP = tl.constexpr(2.0**900)  # of a chunk's sum: large float64 grads would exceed the range, and are finite
+CAP = tl.constexpr(2.0**900)  # of a chunk's sum
 
 
 @triton.jit
@@ -95,7 +95,8 @@ def chunk_sum(
         more, larger = sum_region(grad, begin, whole, count, layout, factor, C, THREADS, THREADS, False)
         total, largest = sum_region(grad, begin, 0, whole, layout, factor, C, BLOCK, THREADS, True)
         top = tl.maximum(largest, larger).to(C, bitcast=True).to(tl.float64)
-        result = tl.minimum((total + more) * undo, CAP)
+        result = (total + more) * undo
+        result = tl.where(result < CAP, result, float("inf"))
         if C == tl.float64:
             limit = float("inf")
             looking = 0

@@ -10,7 +10,7 @@ from torch import Tensor
 from torch.optim.optimizer import ParamsT
 
 from .loss_scale import LossScale
-from .optimizer import FusedOptimizer, check_at_least_0
+from .optimizer import FusedOptimizer, check_at_least_0, check_number
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
@@ -37,6 +37,7 @@ class Adam(FusedOptimizer):
     """
 
     _rule: ClassVar[str] = "ADAM"
+    _numbers: ClassVar[tuple[str, ...]] = ("lr", "weight_decay", "eps")
 
     def __init__(
         self,
@@ -79,6 +80,14 @@ class Adam(FusedOptimizer):
             process_group=process_group,
             backend=backend,
         )
+
+    def _check_numbers(self, group: Mapping[str, Any]) -> None:
+        super()._check_numbers(group)
+        betas = group["betas"]
+        if not isinstance(betas, (tuple, list)) or len(betas) != 2:
+            raise ValueError(f"betas must be two numbers, got {betas!r}")
+        for i, beta in enumerate(betas, 1):
+            check_number(f"beta{i}", beta)
 
     def _check_group(self, group: Mapping[str, Any]) -> None:
         super()._check_group(group)

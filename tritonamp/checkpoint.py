@@ -5,11 +5,13 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from .loss_scale import LossScale
 
 Group = dict[str, Any]
+_STATE = ("momentum_buffer", "exp_avg", "exp_avg_sq", "max_exp_avg_sq", "master_param")
 
 
 def states_of(groups: Sequence[Group], state_dict: Mapping[str, Any]) -> Iterator[tuple[Tensor, Group, dict[str, Any]]]:
@@ -36,7 +38,13 @@ def check(groups: Sequence[Group], state_dict: Mapping[str, Any]) -> None:
     if numbers is not None:
         LossScale().load_state_dict(numbers)
     for param, _, state in states_of(groups, state_dict):
-        for key, value in state.items():
-            if isinstance(value, Tensor) and key != "step" and value.shape != param.shape:
+        step = state.get("step", 0)
+        if not isinstance(step, (int, float)) and not (isinstance(step, Tensor) and step.numel() == 1):
+            raise ValueError(f"the checkpoint's state 'step' must be a number, got {step!r}")
+        for key in _STATE:
+            value = state.get(key)
+            if value is not None and (not isinstance(value, Tensor) or value.layout != torch.strided):
+                raise ValueError(f"the checkpoint's state {key!r} must be a dense tensor, got {value!r}")
+            if value is not None and value.shape != param.shape:
                 shapes = f"{tuple(value.shape)}, its parameter {tuple(param.shape)}"
                 raise ValueError(f"the checkpoint's state {key!r} has shape {shapes}")

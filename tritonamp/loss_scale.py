@@ -131,7 +131,7 @@ class LossScale:
     def value(self) -> Tensor:
         """The scale, 0-dim float32: a copy, without a sync. On the device, from the first use there on."""
         if self._state is None:
-            return torch.tensor(self._numbers[SCALE], dtype=torch.float32)
+            return torch.tensor(self._numbers[SCALE], dtype=torch.float32, device="cpu")
         return self._state[SCALE].to(torch.float32)
 
     def get_scale(self) -> float:
@@ -207,7 +207,8 @@ class LossScale:
     def _on(self, device: torch.device) -> Tensor:
         """The state as a ``[10]`` float64 tensor on the device."""
         if self._state is None:
-            self._state = torch.tensor(self._numbers, dtype=torch.float64, device=device)
+            with torch.inference_mode(False):  # steps write to it outside of that
+                self._state = torch.tensor(self._numbers, dtype=torch.float64, device=device)
         elif self._state.device != device:
             if self._is_shared:
                 raise RuntimeError(
@@ -222,7 +223,7 @@ class LossScale:
     def _write(self, numbers: list[float]) -> None:
         self._numbers = numbers
         if self._state is not None:
-            self._state.copy_(torch.tensor(numbers, dtype=torch.float64))
+            self._state.copy_(torch.tensor(numbers, dtype=torch.float64, device="cpu"))
 
     def __getstate__(self) -> dict[str, Any]:
         # Which optimizers are attached is for them to say again; the state travels as numbers.

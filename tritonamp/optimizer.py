@@ -5,7 +5,9 @@ from __future__ import annotations
 import math
 import weakref
 from collections.abc import Callable, Iterator, Mapping
+from contextlib import nullcontext
 from itertools import chain
+from numbers import Real
 from typing import Any, ClassVar
 
 import torch
@@ -65,6 +67,7 @@ class FusedOptimizer(StepReport):
 
     _step_supports_amp_scaling = True  # torch.amp.GradScaler hands its scale and flag to step()
     _rule: ClassVar[str]
+    _numbers: ClassVar[tuple[str, ...]]  # the options that are numbers, max_norm apart
 
     def __init__(
         self,
@@ -94,8 +97,8 @@ class FusedOptimizer(StepReport):
             raise ValueError(
                 f"skip_nonfinite=False needs loss_scale=None, got {loss_scale!r}: a scale backs off by skipping"
             )
-        if skip_norm is not None and not skip_norm >= 0:
-            raise ValueError(f"skip_norm must be at least 0, got {skip_norm!r}")
+        if skip_norm is not None:
+            check_at_least_0("skip_norm", skip_norm)
         self._skip_nonfinite = bool(skip_nonfinite)
         self._skip_norm = math.inf if skip_norm is None else float(skip_norm)
         self._backend_name = backend
@@ -131,17 +134,26 @@ class FusedOptimizer(StepReport):
         raise NotImplementedError
 
     def _check_group(self, group: Mapping[str, Any]) -> None:
-        """Raise ValueError for an option out of its range."""
+        """Raise ValueError for an option out of its range, TypeError for one that is no number."""
+        self._check_numbers(group)
+        check_at_least_0("lr", group["lr"])
+        seed = group.get("rounding_seed", 0)
+        if not isinstance(seed, int) or not 0 <= seed < 2**63:
+            raise ValueError(f"rounding_seed must be an integer in [0, 2**63), got {seed!r}")
+
+    def _check_numbers(self, group: Mapping[str, Any]) -> None:
+        """Of :meth:`_check_group` what is checked at every step, without a look at a tensor's value.
+
+        Ranges are not: a scheduler may leave an ``lr`` slightly below 0.
+        """
         lr = group["lr"]
         if isinstance(lr, Tensor) and (lr.numel() != 1 or lr.dtype not in (torch.float32, torch.float64)):
             raise ValueError(
                 f"a tensor lr must have one element, float32 or float64, got shape {tuple(lr.shape)}, {lr.dtype}"
             )
-        check_at_least_0("lr", lr)
+        for name in self._numbers:
+            check_number(name, group[name])
         check_max_norm(group["max_norm"])
-        seed = group.get("rounding_seed", 0)
-        if not isinstance(seed, int) or not 0 <= seed < 2**63:
-            raise ValueError(f"rounding_seed must be an integer in [0, 2**63), got {seed!r}")
 
     def _import_state(self, state: dict[str, Any]) -> None:
         """Complete one parameter's state as loaded from a checkpoint, in place."""
@@ -195,13 +207,14 @@ class FusedOptimizer(StepReport):
             self._refuse_outer_scaler("unscale_()")
         if self._is_unscaled or self._loss_scale is None or not self._is_armed:
             return
-        if self._plan.look(self):
+        has_gradients = self._plan.look(self) and any(grad is not None for grad in self._plan.grads)
+        if has_gradients:
             found_inf = torch.zeros(1, dtype=torch.float32, device=self._device())
             inv_scale = self._scale_state()[0].reciprocal().to(torch.float32)
             unscale_grads(self._params(), inv_scale, found_inf)
             self._outcome_state()[PENDING_INF] += found_inf[0]
         self._plan.release()
-        self._is_unscaled = True
+        self._is_unscaled = has_gradients  # what comes later is scaled
 
     @_disable_dynamo
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
@@ -219,11 +232,13 @@ class FusedOptimizer(StepReport):
             with torch.enable_grad():
                 loss = closure()
         try:
-            self._had_gradients = self._plan.look(self)
-            if self._had_gradients:
-                self._apply()
-            else:
-                self._do_nothing()
+            # What is made in inference mode could not be updated outside of it.
+            with torch.inference_mode(False) if torch.is_inference_mode_enabled() else nullcontext():
+                self._had_gradients = self._plan.look(self)
+                if self._had_gradients:
+                    self._apply()
+                else:
+                    self._do_nothing()
         finally:
             self._plan.release()
         return loss
@@ -273,7 +288,7 @@ class FusedOptimizer(StepReport):
         skip_nonfinite = self._skip_nonfinite or is_outer
         needs_norm = skip_nonfinite or self._skip_norm < math.inf
         for group in self.param_groups:
-            check_max_norm(group["max_norm"])
+            self._check_numbers(group)
             needs_norm = needs_norm or group["max_norm"] is not None
         self._has_outer_scaler |= is_outer
         return Request(
@@ -331,7 +346,12 @@ class FusedOptimizer(StepReport):
 
     def _scale_state(self) -> Tensor:
         assert self._loss_scale is not None
-        state = self._loss_scale._on(self._device())
+        device = self._device()
+        if device.type == "meta":
+            raise RuntimeError(
+                "the parameters have no data: make the optimizer after the model has been given its memory"
+            )
+        state = self._loss_scale._on(device)
         if not self._is_agreed:
             Agreement(self._params(), self.process_group).broadcast(state)
             self._is_agreed = True
@@ -438,7 +458,14 @@ def check_max_norm(max_norm: Any) -> None:
         check_at_least_0("max_norm", max_norm)
 
 
+def check_number(name: str, value: Any) -> None:
+    """Raise TypeError unless ``value`` is a number or a tensor."""
+    if not isinstance(value, (float, int, Tensor, Real)):
+        raise TypeError(f"{name} must be a number, got {value!r}")
+
+
 def check_at_least_0(name: str, value: Any) -> None:
-    """Raise ValueError unless ``value >= 0``; NaN is not."""
+    """Raise ValueError unless ``value >= 0``; NaN is not. TypeError for what is no number."""
+    check_number(name, value)
     if not value >= 0:
         raise ValueError(f"{name} must be at least 0, got {value!r}")

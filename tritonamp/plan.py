@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Sequence
-from itertools import compress
+from itertools import compress, pairwise
 from operator import attrgetter, is_
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -363,6 +363,19 @@ def check_tensors(
                 raise TypeError(f"{which}: rounding='stochastic' is for bfloat16 parameters; use master_weights=True")
             if grad is not None:
                 _check_grad(which, param, grad)
+    _check_apart([param for param in compress(params, used) if param.numel()])
+
+
+def _check_apart(params: Sequence[Tensor]) -> None:
+    """Raise for parameters that share memory: a launch updates all at once."""
+    dense = [param for param in params if param.is_contiguous()]
+    spans = sorted((param.data_ptr(), param.data_ptr() + param.nbytes, tuple(param.shape)) for param in dense)
+    for (_, end, shape), (begin, _, other) in pairwise(spans):
+        if begin < end:
+            raise RuntimeError(
+                f"two parameters share memory (shapes {shape} and {other}), and would be updated at once: make the two "
+                "modules use one Parameter"
+            )
 
 
 def _check_param(which: str, param: Tensor, device: torch.device | None) -> None:
@@ -372,8 +385,13 @@ def _check_param(which: str, param: Tensor, device: torch.device | None) -> None
         raise TypeError(f"{which} cannot be optimized: dense tensors of {', '.join(map(str, _DTYPES))} can")
     if param.device != device:
         raise RuntimeError(f"{which} lies on another device than the first ({device}): use one optimizer per device")
-    if any(size > 1 and stride == 0 for size, stride in zip(param.shape, param.stride(), strict=True)):
-        raise RuntimeError(f"{which} is an expanded tensor, whose elements share memory: optimize its base")
+    if param.device.type == "meta":
+        raise RuntimeError(f"{which} has no data: make the optimizer after the model has got its memory")
+    span = 1
+    for stride, size in sorted(zip(param.stride(), param.shape, strict=True)):
+        if size > 1 and stride < span:
+            raise RuntimeError(f"{which} has elements that share memory (strides {param.stride()}): optimize its base")
+        span += max(size - 1, 0) * stride
 
 
 def _check_grad(which: str, param: Tensor, grad: Tensor) -> None:

@@ -67,8 +67,9 @@ class StepReport(torch.optim.Optimizer):
     def _outcome_state(self) -> Tensor:
         device = self._device()
         if self._outcome is None:
-            self._outcome = torch.zeros(OUTCOME, dtype=torch.float64, device=device)
-            self._outcome[GRAD_NORM] = math.nan
+            with torch.inference_mode(False):  # steps write to it outside of that
+                self._outcome = torch.zeros(OUTCOME, dtype=torch.float64, device=device)
+                self._outcome[GRAD_NORM] = math.nan
         elif self._outcome.device != device:
             self._outcome = self._outcome.to(device)
         return self._outcome

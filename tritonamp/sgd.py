@@ -35,6 +35,7 @@ class SGD(FusedOptimizer):
     """
 
     _rule: ClassVar[str] = "SGD"
+    _numbers: ClassVar[tuple[str, ...]] = ("lr", "momentum", "dampening", "weight_decay")
 
     def __init__(
         self,
@@ -110,9 +111,13 @@ class SGD(FusedOptimizer):
         counts = torch.stack(list(steps.values())).tolist() if steps else []
         dampened = {n for group in state_dict["param_groups"] if group["dampening"] != 0 for n in group["params"]}
         unseeded = {number for number, count in zip(steps, counts, strict=True) if count == 0} & dampened
+        dropped = set() if self.rounding == "stochastic" else {"step"}
         state = {
-            number: {k: value for k, value in of_param.items() if k != "step" or self.rounding == "stochastic"}
+            number: {
+                key: value
+                for key, value in of_param.items()
+                if key not in dropped and not (key == "momentum_buffer" and number in unseeded)
+            }
             for number, of_param in state_dict["state"].items()
-            if number not in unseeded
         }
-        return {**state_dict, "state": state}
+        return {**state_dict, "state": {number: of_param for number, of_param in state.items() if of_param}}

@@ -27,8 +27,6 @@ if TYPE_CHECKING:
 
 _LARGEST_NORM = 2.0**450  # of what one rank adds: finite float64 gradients are no overflow
 
-_ONE = torch.ones(())  # added as a tensor: faster than a number
-
 Item = tuple[Entry, Tensor, Tensor | None, list[Tensor]]  # a parameter, its gradient, step counter and state
 
 
@@ -69,13 +67,13 @@ class TorchBackend:
         outcome[GRAD_NORM], outcome[FOUND_INF], outcome[SKIPPED], outcome[PENDING_INF] = norm, found_inf, skip, 0.0
         outcome[SKIPPED_STEPS] += skip
         outcome[CONSECUTIVE_SKIPS] = outcome[CONSECUTIVE_SKIPS] + 1 if skip else 0.0
-        request.outcome.copy_(torch.tensor(outcome, dtype=torch.float64))
+        request.outcome.copy_(torch.tensor(outcome, dtype=torch.float64, device="cpu"))
         if scale is not None and request.loss_scale is not None and request.advance:
             if request.advance == 1:
                 advance(scale, found_inf)
             else:
                 scale[RECORDED_INF] = max(scale[RECORDED_INF], float(found_inf))
-            request.loss_scale.copy_(torch.tensor(scale, dtype=torch.float64))
+            request.loss_scale.copy_(torch.tensor(scale, dtype=torch.float64, device="cpu"))
 
     def _agreed_norm(self, plan: Plan, inv_scale: float, found_inf: bool) -> float:
         """The norm over all ranks; not finite if any of them has found an inf or NaN."""
@@ -101,7 +99,7 @@ class TorchBackend:
         state = loss_scale.tolist()
         advance(state, state[RECORDED_INF] != 0)
         state[RECORDED_INF] = 0.0
-        loss_scale.copy_(torch.tensor(state, dtype=torch.float64))
+        loss_scale.copy_(torch.tensor(state, dtype=torch.float64, device="cpu"))
 
     def _update(self, optimizer: FusedOptimizer, plan: Plan, factors: Sequence[float]) -> None:
         """Apply the rule to every parameter that has a gradient; ``factors`` are the groups'."""
@@ -197,7 +195,8 @@ def _run_plain(
 
 def _divisor(factor: float) -> Tensor | None:
     """What fused kernels divide the gradients by, to multiply them by ``factor``."""
-    return None if factor == 1 else torch.full((), 1 / factor if factor else math.inf, dtype=torch.float32)
+    divisor = 1 / factor if factor else math.inf
+    return None if factor == 1 else torch.full((), divisor, dtype=torch.float32, device="cpu")
 
 
 def _columns(plan: Plan, numbers: Sequence[int]) -> tuple[list[Tensor], list[Tensor], list[list[Tensor]]]:
@@ -207,6 +206,10 @@ def _columns(plan: Plan, numbers: Sequence[int]) -> tuple[list[Tensor], list[Ten
     places = [entry.at for entry in entries]
     n_states = 1 + entries[0].n_states if places[0] >= 0 else 0
     return [entry.param for entry in entries], grads, [[plan.state[at + k] for at in places] for k in range(n_states)]
+
+
+def _count(steps: list[Tensor]) -> None:
+    torch._foreach_add_(steps, torch.ones((), device="cpu"), alpha=1.0)  # a tensor: faster than a number
 
 
 def _sgd_fused(group: dict[str, Any], plan: Plan, numbers: Sequence[int], factor: float) -> None:
@@ -219,7 +222,7 @@ def _sgd_fused(group: dict[str, Any], plan: Plan, numbers: Sequence[int], factor
     for part, kind in parts:
         params, grads, states = _columns(plan, part)
         if has_momentum:
-            torch._foreach_add_(states[0], _ONE, alpha=1.0)
+            _count(states[0])
         torch._fused_sgd_(
             params,
             grads,
@@ -248,7 +251,7 @@ def _sgd_plain(group: dict[str, Any], p: Tensor, g: Tensor, states: Sequence[Ten
 
 def _adam_fused(group: dict[str, Any], plan: Plan, numbers: Sequence[int], factor: float) -> None:
     params, grads, (steps, exp_avgs, exp_avg_sqs) = _columns(plan, numbers)
-    torch._foreach_add_(steps, _ONE, alpha=1.0)
+    _count(steps)
     beta1, beta2 = map(float, group["betas"])
     fused = torch._fused_adamw_ if group["decoupled_weight_decay"] else torch._fused_adam_
     fused(

@@ -1,0 +1,164 @@
+"""Loops by somebody who has not read the docs: nothing trains wrongly in silence, and nothing is half done."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from conftest import Runner
+from problem import assert_same_bits, checked_step, make_params, scaled, set_grads, values
+from torch import nn
+
+import tritonamp
+
+SGD, AdamW = tritonamp.SGD, tritonamp.AdamW
+
+
+@pytest.mark.parametrize("make", [SGD, AdamW])
+def test_a_default_device_does_not_matter(runner: Runner, make: Any) -> None:
+    """Not even for what is made once and for all at the first step."""
+    params = make_params([(5,)])
+    optimizer = make(params, lr=0.1, max_norm=0.1, backend=runner.backend)
+    for _ in range(2):
+        set_grads(params, scaled(optimizer))
+        with torch.device("meta"):
+            optimizer.step()
+    set_grads(params, scaled(optimizer))
+    checked_step(optimizer)
+
+
+def test_inference_mode_around_a_report_or_a_step_does_not_matter(runner: Runner) -> None:
+    params = make_params([(5,)])
+    optimizer = AdamW(params, backend=runner.backend)
+    with torch.inference_mode():
+        assert optimizer.grad_norm.isnan()
+        optimizer.scale(torch.ones(()))
+    for _ in range(2):
+        set_grads(params, scaled(optimizer))
+        with torch.inference_mode():
+            optimizer.step()
+    set_grads(params, scaled(optimizer))
+    checked_step(optimizer)
+
+
+def test_unscaling_ahead_of_the_gradients_unscales_nothing(runner: Runner) -> None:
+    p = torch.ones((), requires_grad=True)
+    optimizer = SGD([p], lr=0.1, backend=runner.backend)
+    loss = optimizer.scale(p * 1)
+    optimizer.unscale_()
+    loss.backward()
+    optimizer.step()
+    assert float(p) == pytest.approx(0.9)
+
+
+@pytest.mark.parametrize(
+    ("name", "value"), [("weight_decay", None), ("lr", "0.1"), ("lr", torch.ones(2)), ("max_norm", "1"), ("eps", None)]
+)
+def test_an_option_that_is_no_number_changes_nothing(runner: Runner, name: str, value: Any) -> None:
+    """In the second group, after the first might have been updated."""
+    params = make_params([(5,), (3,)])
+    optimizer = AdamW([{"params": [p]} for p in params], loss_scale=None, backend=runner.backend)
+    set_grads(params)
+    optimizer.step()
+    before, good = values(optimizer), optimizer.param_groups[1][name]
+    optimizer.param_groups[1][name] = value
+    set_grads(params)
+    with pytest.raises((TypeError, ValueError), match=name):
+        optimizer.step()
+    assert_same_bits(values(optimizer), before)
+    optimizer.param_groups[1][name] = good
+    checked_step(optimizer)
+
+
+@pytest.mark.parametrize("betas", [(0.9,), (0.9, 0.99, 0.999), 0.9, (0.9, "0.99")])
+def test_betas_are_two_numbers(betas: Any) -> None:
+    with pytest.raises((TypeError, ValueError), match="beta"):
+        AdamW(make_params([(3,)]), betas=betas)
+
+
+def test_parameters_that_share_memory_are_refused(runner: Runner) -> None:
+    """Tied through .data, or overlapping; tied as one Parameter, or side by side, they are fine."""
+    embedding, head = nn.Embedding(6, 4), nn.Linear(4, 6, bias=False)
+    head.weight.data = embedding.weight.data
+    base = torch.randn(64)
+    overlapping = [base[:40].requires_grad_(), base[30:].requires_grad_()]
+    for params in ([embedding.weight, head.weight], overlapping):
+        optimizer = SGD(params, loss_scale=None, backend=runner.backend)
+        set_grads(params)
+        with pytest.raises(RuntimeError, match="share memory"):
+            optimizer.step()
+    windows = [base.unfold(0, 4, 2).requires_grad_()]
+    optimizer = SGD(windows, loss_scale=None, backend=runner.backend)
+    windows[0].grad = torch.ones(windows[0].shape)
+    with pytest.raises(RuntimeError, match=r"share memory \(strides \(2, 1\)\)"):
+        optimizer.step()
+    head.weight = embedding.weight
+    columns = [base.view(8, 8)[:, ::2].requires_grad_(), base.view(8, 8)[:, 1::2].requires_grad_()]
+    for params in ([embedding.weight], columns):
+        optimizer = SGD(params, loss_scale=None, backend=runner.backend)
+        set_grads(params)
+        checked_step(optimizer)
+
+
+def test_parameters_without_data_are_refused() -> None:
+    with torch.device("meta"):
+        model = nn.Linear(2, 2)
+    optimizer = AdamW(model.parameters())
+    with pytest.raises(RuntimeError, match="after the model has got its memory"):
+        optimizer.scale(torch.ones(()))
+    model.weight.grad = torch.zeros_like(model.weight)
+    with pytest.raises(RuntimeError, match="parameter 0 .* has no data"):
+        optimizer.step()
+
+
+def test_state_of_the_users_own_travels_along(runner: Runner) -> None:
+    params = make_params([(5,)])
+    optimizer = AdamW(params, loss_scale=None, backend=runner.backend)
+    set_grads(params)
+    optimizer.step()
+    optimizer.state[params[0]]["my_norm"] = torch.tensor(2.0)
+    optimizer.load_state_dict(optimizer.state_dict())
+    assert float(optimizer.state[params[0]]["my_norm"]) == 2
+    set_grads(params)
+    optimizer.step()
+
+
+@pytest.mark.parametrize(
+    ("key", "value"), [("step", "1"), ("step", torch.ones(3)), ("exp_avg", torch.ones(5).to_sparse())]
+)
+def test_a_checkpoint_with_state_of_another_kind_changes_nothing(key: str, value: Any) -> None:
+    params = make_params([(5,)])
+    optimizer = AdamW(params, lr=0.5, loss_scale=None)
+    set_grads(params)
+    optimizer.step()
+    checkpoint = AdamW(params, lr=0.1, loss_scale=None).state_dict()
+    checkpoint["state"] = {0: {**optimizer.state_dict()["state"][0], key: value}}
+    before = values(optimizer)
+    with pytest.raises(ValueError, match=key):
+        optimizer.load_state_dict(checkpoint)
+    assert_same_bits(values(optimizer), before)
+    assert optimizer.param_groups[0]["lr"] == 0.5
+
+
+def test_a_master_copy_is_saved_ahead_of_its_momentum(runner: Runner) -> None:
+    """Momentum turned on in mid-run, and its first step skipped: the buffer is not seeded, the copy is the truth."""
+    p = torch.ones(4, dtype=torch.bfloat16, requires_grad=True)
+    optimizer = SGD([p], lr=1e-3, dampening=0.5, master_weights=True, loss_scale=None, backend=runner.backend)
+    p.grad = torch.ones(4, dtype=torch.bfloat16)
+    optimizer.step()
+    optimizer.param_groups[0]["momentum"] = 0.9
+    p.grad = torch.full((4,), torch.inf, dtype=torch.bfloat16)
+    optimizer.step()
+    (state,) = optimizer.state_dict()["state"].values()
+    assert set(state) == {"master_param"} and bool((state["master_param"] == 1 - torch.tensor(1e-3)).all())
+
+
+def test_a_float64_norm_beyond_the_kernels_range_is_an_overflow(runner: Runner) -> None:
+    """Or right, on the torch backend; never a wrong one."""
+    p = torch.ones(4, dtype=torch.float64, requires_grad=True)
+    optimizer = SGD([p], lr=1.0, max_norm=1.0, loss_scale=None, backend=runner.backend)
+    p.grad = torch.full((4,), 1e200, dtype=torch.float64)
+    optimizer.step()
+    assert optimizer.step_was_skipped == (runner.backend == "triton")
+    assert p.tolist() == pytest.approx([1.0 if optimizer.step_was_skipped else 0.5] * 4)
