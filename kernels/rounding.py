@@ -16,18 +16,23 @@ def noise(stream, begin, offsets):
     """32 random bits for each of the elements ``begin + offsets`` of a parameter.
 
     Args:
-        stream: seed (int64), the parameter's place in the optimizer (int64), its count of applied steps, this one
-            included (float64).
+        stream: seed (int64), the parameter's place in the optimizer and its shard from bit 48 on (int64), its count
+            of applied steps, this one included (float64).
         begin: int64, a multiple of 4.
         offsets: int32.
     """
-    seed, position, step = stream
+    seed, place, step = stream
     # Four neighbours, which one thread has, share the counter: the compiler sees that, and runs Philox once for them.
     block = (begin >> 2) + (offsets >> 2)
     low = block.to(tl.uint32)
     zero = low ^ low
     r0, r1, r2, r3 = tl.philox(
-        seed, low, (block >> 32).to(tl.uint32), zero + step.to(tl.uint32), zero + position.to(tl.uint32), ROUNDS
+        seed,
+        low,
+        ((block >> 32) + (place >> 32)).to(tl.uint32),
+        zero + step.to(tl.uint32),
+        zero + place.to(tl.uint32),
+        ROUNDS,
     )
     lane = offsets & 3
     return tl.where(lane < 2, tl.where(lane == 0, r0, r1), tl.where(lane == 2, r2, r3))

@@ -68,7 +68,7 @@ def gather_statistics(words, partials, inv_scale, GRADS: tl.constexpr, BLOCK: tl
 def decide(words, partials, outcome, inv_scale, BLOCK: tl.constexpr):
     """Phase 3: ``(norm, skip)``, the same in every program. One writes down what was found."""
     total = add_up(partials, tl.load(words + table.N_SUMS).to(tl.int32), BLOCK)
-    norm = tl.sqrt(total) * inv_scale
+    norm = tl.sqrt(total) * tl.where(tl.load(words + table.N_SLOTS) == 0, inv_scale, 1.0)
     found_inf = ((total < float("inf")) == 0) | was_found(words, outcome)
     skip = found_inf & (tl.load(words + table.SKIP_NONFINITE) != 0)
     skip = skip | (norm > tl.load(as_float64(words) + table.SKIP_NORM))
@@ -184,7 +184,7 @@ def update_chunk(
     scalars = SCALARS(group + table.HYPER, learning_rate(group), step, C)
     factors = grad_factors(group, norm, inv_scale, C)
     seed = tl.load(group.to(tl.pointer_type(tl.int64), bitcast=True) + table.SEED)
-    stream = (seed, tl.load(row + table.POSITION), step)
+    stream = (seed, tl.load(row + table.STREAM), step)
 
     grad = address.to(tl.pointer_type(VARIANTS[K][0]))
     param_address = tl.load(row + table.PARAM)
@@ -303,12 +303,13 @@ def statistics_kernel(words, partials, loss_scale, GRADS: tl.constexpr, BLOCK: t
 
 
 @triton.jit
-def sums_kernel(words, partials, outcome, sums, BLOCK: tl.constexpr):
+def sums_kernel(words, partials, outcome, loss_scale, sums, BLOCK: tl.constexpr):
     """Between the halves, where ranks have to agree: what each gives. For one program.
 
-    Writes to ``sums``, ``[slots, 2]`` float64: for each slot the sum of the partials that count, and 0, or NaN where
-    there is an inf or NaN besides.
+    Writes to ``sums``, ``[slots, 2]`` float64: for each slot the sum of the partials that count, unscaled (ranks under
+    a scaler of their own may have different scales), and 0, or NaN where there is an inf or NaN besides.
     """
+    inv_scale = total_inv_scale(words, loss_scale)
     n_chunks = tl.load(words + table.N_CHUNKS).to(tl.int32)
     chunks = words + tl.load(words + table.CHUNKS)
     rows = words + tl.load(words + table.ROWS)
@@ -323,7 +324,7 @@ def sums_kernel(words, partials, outcome, sums, BLOCK: tl.constexpr):
             partial = tl.load(partials + start + lanes, mask=mask, other=0.0)
             total += tl.where(share == slot * 2 + 1, partial, 0.0)
             flag += tl.where(share == slot * 2, partial - partial, 0.0)
-        tl.store(sums + slot * 2, tl.sum(total))
+        tl.store(sums + slot * 2, tl.sum(total) * inv_scale * inv_scale)
         tl.store(sums + slot * 2 + 1, tl.sum(flag))
     if was_found(words, outcome):
         tl.store(sums + 1, float("nan"))

@@ -26,7 +26,7 @@ SKIP_NORM = tl.constexpr(9)  # float64: a larger norm skips the step
 GRAD_SCALE = tl.constexpr(10)  # address of an outer scaler's float32 scale, or 0
 FOUND_INF = tl.constexpr(11)  # address of an outer scaler's float32 flag, or 0
 N_SUMS = tl.constexpr(12)  # how many numbers add up to the square of the norm: the partials, or what ranks agreed on
-N_SLOTS = tl.constexpr(13)  # of `sums_kernel`
+N_SLOTS = tl.constexpr(13)  # of `sums_kernel`; 0 where no ranks agree, and partials are of scaled gradients
 FLAT = tl.constexpr(15)  # the layout of flat memory: no dimensions
 HEADER = tl.constexpr(16)  # words
 
@@ -47,7 +47,7 @@ STATE = tl.constexpr(2)  # up to three state tensors, then the master copy if th
 NUMEL = tl.constexpr(6)
 KIND = tl.constexpr(7)  # variant | grad kind << 16 | group << 32
 LAYOUT = tl.constexpr(8)  # word at which the layout starts
-POSITION = tl.constexpr(9)  # the parameter's place in the optimizer
+STREAM = tl.constexpr(9)  # of random numbers: the parameter's place in the optimizer | its shard << 48
 SHARE = tl.constexpr(10)  # slot << 1 | whether its sum counts
 ROW = tl.constexpr(11)  # words
 

@@ -108,7 +108,7 @@ def test_parameters_without_data_are_refused() -> None:
     with pytest.raises(RuntimeError, match="after the model has got its memory"):
         optimizer.scale(torch.ones(()))
     model.weight.grad = torch.zeros_like(model.weight)
-    with pytest.raises(RuntimeError, match="parameter 0 .* has no data"):
+    with pytest.raises(RuntimeError, match=r"parameter 0 .* has no data"):
         optimizer.step()
 
 

@@ -3,10 +3,10 @@
 Parameters that are DTensors say by their mesh and placements over which ranks they are sharded; plain tensors say
 nothing, and are taken for this rank's own, or for replicas. Every mesh is one collective: each rank gives the sum of
 squares of what it holds, a replica of what others hold counting on the first of its ranks only, and NaN where a
-replica that does not count is not finite. Meshes follow each other from the smallest to the largest. What has been
-found before, the same on all ranks of the next mesh but for rounding, and for what is not finite, is handed on as its
-mean: the ranks of the largest mesh, in which the others lie, decide by the same bits. A process group of the user's
-comes last: its ranks hold different parameters, and add up what they have found so far.
+replica that does not count is not finite. Meshes follow each other from the smallest to the largest, each handing on
+whether something was not finite. Where the last has all ranks of the others in it, what these have found (the same on
+all its ranks but for rounding) enters it as its mean, so that all decide by the same bits. A process group of the
+user's comes last: its ranks hold different parameters, and add up what they have found so far.
 """
 
 from __future__ import annotations
@@ -111,6 +111,7 @@ class Agreement:
         meshes = {_ranks(param.device_mesh): param.device_mesh for param in params}
         order = sorted(meshes, key=lambda ranks: (len(ranks), ranks))
         self._groups = [_group_of(meshes[ranks]) for ranks in order]
+        self._is_nested = bool(order) and all(set(ranks) <= set(order[-1]) for ranks in order)
         self._process_group = process_group
         self._shares = {id(p): _share(p, 1 + order.index(_ranks(p.device_mesh))) for p in params}
 
@@ -127,7 +128,7 @@ class Agreement:
     @property
     def n_sums(self) -> int:
         """How many numbers it returns."""
-        return 2 if self._process_group is None else 1
+        return 1 if self._process_group is not None else 2 if self._is_nested else 2 * self.slots
 
     def share(self, param: Tensor) -> Share:
         """This rank's share of a parameter."""
@@ -144,11 +145,15 @@ class Agreement:
             ``[n_sums]`` float64 whose sum is the square of the global norm; not finite if any rank's part is not.
         """
         for slot, group in enumerate(self._groups, 1):
-            sums[slot, 1] += sums[slot - 1].sum() / group.size()  # their mean comes back
+            before = sums[:slot].sum()
+            is_last = slot == len(self._groups)
+            # Their mean comes back; or 0, or NaN.
+            sums[slot, 1] += before / group.size() if is_last and self._is_nested else before - before
             torch.distributed.all_reduce(sums[slot], group=group)
+        agreed = sums[-1] if self._is_nested else sums.view(-1)
         if self._process_group is None:
-            return sums[-1]
-        total = sums[-1].sum().reshape(1)
+            return agreed
+        total = agreed.sum().reshape(1)
         torch.distributed.all_reduce(total, group=self._process_group)
         return total
 

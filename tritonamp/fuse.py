@@ -85,8 +85,13 @@ def fuse(
     )
     params = [param for group in optimizer.param_groups for param in group["params"]]
     used = [param.requires_grad or param.grad is not None for param in params]
-    check_tensors(fused, list(map(local_of, params)), [local_of(param.grad) for param in params], used)
-    _adopt_state(fused, optimizer)
+    try:
+        check_tensors(fused, list(map(local_of, params)), [local_of(param.grad) for param in params], used)
+        _adopt_state(fused, optimizer)
+    except BaseException:
+        if fused.loss_scale is not None:
+            fused.loss_scale._optimizers.discard(fused)
+        raise
 
     # Nothing fails from here on.
     for group, completed in zip(optimizer.param_groups, fused.param_groups, strict=True):

@@ -197,6 +197,16 @@ class LossScale:
     def _is_shared(self) -> bool:
         return len(self._optimizers) > 1
 
+    def _attach(self, optimizer: FusedOptimizer) -> None:
+        """Note that the optimizer uses this scale.
+
+        Raises:
+            ValueError: if another that does agrees with other ranks: they would move the scale apart.
+        """
+        if any(other.process_group is not optimizer.process_group for other in self._optimizers):
+            raise ValueError("optimizers that share a loss scale must have the same process_group")
+        self._optimizers.add(optimizer)
+
     def _end_step(self, optimizer: FusedOptimizer) -> None:
         """The optimizer has used up what was scaled; where the scale is shared, :meth:`update` ends the iteration."""
         if self._is_shared:

@@ -48,16 +48,18 @@ class FusedOptimizer(StepReport):
         skip_nonfinite: leave everything as it is when a gradient is inf or NaN.
         skip_norm: skip a step whose norm, before clipping, exceeds this; the loss scale takes it for a good step.
         master_weights: keep a float32 copy of every float16 or bfloat16 parameter (state ``"master_param"``), which
-            is updated, and of which the parameter is the rounding. What others write to such a parameter (but for
-            writes through ``.data``) is taken over into the copy at the next step.
+            is updated, and of which the parameter is the rounding. What others write to such a parameter is taken
+            over into the copy at the next step, but for writes through ``.data`` and between replays of a CUDA graph.
         rounding: ``"nearest"``, or ``"stochastic"`` for bfloat16 parameters without master copies: up or down, so
-            that the mean is exact. The random numbers depend on the group option ``rounding_seed`` (0, or any other
-            that is the same in all processes), the parameter's place, its applied steps and the element, and on
+            that the mean is exact. The random numbers depend on the group option ``rounding_seed`` (0; replicas have
+            to agree on it), the parameter's place, its applied steps and the element, and on
             nothing else.
         process_group: ranks of ``torch.distributed`` that hold other parameters, as plain tensors or in other meshes:
             pipeline stages, experts, a sharding scheme of one's own. Norm and inf or NaN are those of all of them, and
-            the loss scale of the first is taken over. Every rank then has to call ``step()``, with gradients or
-            without. Not for replicas (DDP), whose squares would be added up; not needed for DTensors.
+            the loss scale of the first is taken over here, in the constructor. Every rank then has to call ``step()``
+            as often as the others, with gradients or without; ``scale()`` too, where its gradients carry the loss
+            scale; and ``load_state_dict()``. Not for replicas (DDP), whose squares would be added up; not needed for
+            DTensors.
         backend: ``"auto"``, ``"triton"`` or ``"torch"``.
 
     Raises:
@@ -108,6 +110,9 @@ class FusedOptimizer(StepReport):
             defaults["rounding_seed"] = 0  # not drawn: replicas have to agree
         super().__init__(params, defaults)
         self._start()
+        agreement = Agreement(self._params(), process_group)
+        if agreement.is_needed and self._loss_scale is not None:
+            agreement.broadcast(self._scale_state())
 
     def _start(self) -> None:
         """Set up what is neither copied nor pickled, after what is."""
@@ -119,9 +124,8 @@ class FusedOptimizer(StepReport):
         self._had_gradients = False  # in the last step
         self._is_unscaled: bool = self.__dict__.get("_is_unscaled", False)  # by unscale_(); copied with the gradients
         self._loading: dict[str, Any] | None = None  # the checkpoint, while it is loaded
-        self._is_agreed = False  # the loss scale, among the ranks
         if self._loss_scale is not None:
-            self._loss_scale._optimizers.add(self)
+            self._loss_scale._attach(self)
 
     # What a subclass says.
 
@@ -137,9 +141,6 @@ class FusedOptimizer(StepReport):
         """Raise ValueError for an option out of its range, TypeError for one that is no number."""
         self._check_numbers(group)
         check_at_least_0("lr", group["lr"])
-        seed = group.get("rounding_seed", 0)
-        if not isinstance(seed, int) or not 0 <= seed < 2**63:
-            raise ValueError(f"rounding_seed must be an integer in [0, 2**63), got {seed!r}")
 
     def _check_numbers(self, group: Mapping[str, Any]) -> None:
         """Of :meth:`_check_group` what is checked at every step, without a look at a tensor's value.
@@ -154,6 +155,9 @@ class FusedOptimizer(StepReport):
         for name in self._numbers:
             check_number(name, group[name])
         check_max_norm(group["max_norm"])
+        seed = group.get("rounding_seed", 0)
+        if type(seed) is not int or not 0 <= seed < 2**63:
+            raise ValueError(f"rounding_seed must be an integer in [0, 2**63), got {seed!r}")
 
     def _import_state(self, state: dict[str, Any]) -> None:
         """Complete one parameter's state as loaded from a checkpoint, in place."""
@@ -270,6 +274,8 @@ class FusedOptimizer(StepReport):
                     "the loss was scaled by this optimizer's scale() and by a GradScaler: use one of them"
                 )
             return None
+        if not scale._is_scaled and self._waits_for_others():
+            return scale
         if not scale._is_scaled:
             if any(float(group["lr"]) != 0 for group in self.param_groups):
                 raise RuntimeError(
@@ -280,6 +286,10 @@ class FusedOptimizer(StepReport):
         if scale._is_shared and self in scale._recorded:
             raise RuntimeError("second step() on a shared loss scale in one iteration: call loss_scale.update() first")
         return scale
+
+    def _waits_for_others(self) -> bool:
+        """Whether there is nothing to do but to agree with other ranks."""
+        return self.process_group is not None and all(grad is None for grad in self._plan.grads)
 
     def _request(self, device: torch.device) -> Request:
         """What this step asks of the backend."""
@@ -351,11 +361,7 @@ class FusedOptimizer(StepReport):
             raise RuntimeError(
                 "the parameters have no data: make the optimizer after the model has been given its memory"
             )
-        state = self._loss_scale._on(device)
-        if not self._is_agreed:
-            Agreement(self._params(), self.process_group).broadcast(state)
-            self._is_agreed = True
-        return state
+        return self._loss_scale._on(device)
 
     # Groups, checkpoints, copies.
 
@@ -418,7 +424,6 @@ class FusedOptimizer(StepReport):
         numbers = checkpoint.loss_scale_of(state_dict)
         if numbers is not None and self._loss_scale is not None:
             self._loss_scale.load_state_dict(numbers)
-            self._is_agreed = False
             self._is_armed = self._is_armed or bool(numbers.get("_is_armed", True))
 
     def __getstate__(self) -> dict[str, Any]:

@@ -92,7 +92,7 @@ class Entry(NamedTuple):
         owner: what the optimizer calls the parameter: a DTensor whose part ``param`` is, or ``param``.
         share: which part.
         grad_dtype, grad_strides: of its last gradient; expected ones before the first.
-        position: its place in the optimizer.
+        stream: of random numbers: its place in the optimizer, and its shard from bit 48 on.
         kept: how it is kept, ``ROUNDED``, ``STOCHASTIC`` or ``MASTER``.
         n_states: how many state tensors it has, besides the step counter; the last is the master copy, if kept so.
         at: where its step counter stands in the plan's ``state``, the state tensors following; -1 before its
@@ -105,7 +105,7 @@ class Entry(NamedTuple):
     share: Share
     grad_dtype: torch.dtype
     grad_strides: Strides
-    position: int
+    stream: int
     kept: int
     n_states: int
     at: int
@@ -276,8 +276,8 @@ class Plan:
             if self._grad_facts[index] is not None:
                 dtype, _, _, strides = self._grad_facts[index]
             share, at_or_none = self.agreement.share(owner), at if has_state else -1
-            place = position + (share.shard << 20)  # other random numbers for every shard
-            self.entries.append(Entry(param, number, owner, share, dtype, strides, place, kept, len(keys), at_or_none))
+            stream = position | share.shard << 48
+            self.entries.append(Entry(param, number, owner, share, dtype, strides, stream, kept, len(keys), at_or_none))
             at += (1 + len(keys)) * has_state
         places = {id(param): place for place, param in enumerate(optimizer.state)}
         self._keys = [(places[id(param)], ("step", *keys)) for param, keys in keys_of]

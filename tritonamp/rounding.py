@@ -27,12 +27,12 @@ def philox(key: int, counter: tuple[Tensor, Tensor, Tensor, Tensor], rounds: int
     return c0, c1, c2, c3
 
 
-def noise(seed: int, position: int, step: int, numel: int, device: torch.device | str = "cpu") -> Tensor:
+def noise(seed: int, place: int, step: int, numel: int, device: torch.device | str = "cpu") -> Tensor:
     """The random bits of one parameter's step, in the order in which its state lies in memory.
 
     Args:
         seed: of the group, ``rounding_seed``.
-        position: the parameter's place in the optimizer.
+        place: the parameter's place in the optimizer, and its shard from bit 48 on.
         step: its count of applied steps, this one included.
         numel: how many elements it has.
         device: where the result is wanted.
@@ -42,7 +42,7 @@ def noise(seed: int, position: int, step: int, numel: int, device: torch.device 
     """
     block = torch.arange(-(-numel // 4), dtype=torch.int64, device=device)
     same = torch.zeros_like(block)
-    words = philox(seed, (block & _MASK, block >> 32, same + step, same + position))
+    words = philox(seed, (block & _MASK, (block >> 32) + (place >> 32), same + step, same + (place & _MASK)))
     return torch.stack(words, dim=1).view(-1)[:numel]
 
 

@@ -63,11 +63,11 @@ def _sum_of_flat(flat: Tensor) -> float:
 
 
 def _sum_in_float64(grads: Sequence[Tensor]) -> float:
-    total = 0.0
+    sums = [torch.zeros((), dtype=torch.float64, device=grads[0].device)] if grads else []
     small = [grad for grad in grads if grad.numel() <= _BLOCK or not grad.is_contiguous() or grad.is_complex()]
     if small:
         norms = torch._foreach_norm([as_real(grad) for grad in small], 2, dtype=torch.float64)
-        total += float(torch.stack(norms).square().sum())
+        sums.append(torch.stack(norms).square().sum())
     chosen = set(map(id, small))
     large = [grad for grad in grads if id(grad) not in chosen]
     if large:
@@ -75,8 +75,8 @@ def _sum_in_float64(grads: Sequence[Tensor]) -> float:
         for grad in large:
             for block in grad.view(-1).split(_BLOCK):
                 square = buffer[: block.numel()].copy_(block)
-                total += float(torch.dot(square, square))
-    return total
+                sums.append(torch.dot(square, square))
+    return float(torch.stack(sums).sum())
 
 
 def _careful_norm(grads: Sequence[Tensor], inv_scale: float, norm: float) -> float:

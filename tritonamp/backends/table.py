@@ -84,7 +84,7 @@ class Table:
         size = chunk_size(int(numels.sum()))
         chunks = -(-numels // size)
         self.n_chunks = int(chunks.sum())
-        self.n_slots = plan.agreement.slots
+        self.n_slots = plan.agreement.slots if plan.agreement.is_needed else 0
         self._n_groups = n_groups
 
         at_grads = _AT.HEADER + n_groups * _AT.GROUP
@@ -98,7 +98,7 @@ class Table:
         for row, entry, numel in zip(rows, entries, numels, strict=True):
             variant = variant_of(entry)
             kind = kinds.index((variant.grad, variant.compute))
-            row[_AT.PARAM], row[_AT.NUMEL], row[_AT.POSITION] = entry.param.data_ptr(), numel, entry.position
+            row[_AT.PARAM], row[_AT.NUMEL], row[_AT.STREAM] = entry.param.data_ptr(), numel, entry.stream
             row[_AT.KIND] = variants.index(variant) | kind << 16 | entry.group << 32
             step, states = plan.state_of(entry)
             row[_AT.STEP] = 0 if step is None else step.data_ptr()

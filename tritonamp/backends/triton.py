@@ -102,7 +102,7 @@ class TritonBackend:
         n_chunks = workspace.table.n_chunks
         if request.needs_norm and agreement.is_needed:
             self._launch_of(statistics_kernel, rule)(n_chunks, workspace.words, workspace.partials, state)
-            sums_kernel[(1,)](workspace.words, workspace.partials, request.outcome, workspace.sums, BLOCK=SUMS_BLOCK)
+            sums_kernel[(1,)](*work[:2], request.outcome, state, workspace.sums, BLOCK=SUMS_BLOCK)
             agreed = agreement.reduce(workspace.sums)
             self._launch_of(apply_kernel, rule, DECIDE=True)(n_chunks, workspace.words, agreed, *work[2:])
             return
@@ -158,7 +158,7 @@ class _Launch:
             if not _is_refusal(error) or self._programs <= self._multiprocessors:
                 raise
             self._programs = self._multiprocessors  # others hold a part of the device
-            compiled = self._kernel[(min(self._programs, n_chunks),)](*args, **self._options)
+            compiled = self._kernel[(max(min(self._programs, n_chunks), 1),)](*args, **self._options)
         if self._max_registers:
             per_program = -(-compiled.n_regs // 8) * 8 * THREADS
             self._programs *= min(self._max_registers // per_program, MAX_RESIDENT)
