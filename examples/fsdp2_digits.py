@@ -114,4 +114,7 @@ def main() -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    status = main()
+    # Not sys.exit(): torch 2.13's gloo threads abort an ordinary exit now and then, with any optimizer.
+    sys.stdout.flush()
+    os._exit(status)

@@ -228,3 +228,29 @@ def different_scales(make: str) -> list[float]:
 @pytest.mark.parametrize("make", ["mixed", "group"])
 def test_the_first_ranks_scale_is_taken_over(make: str, pool: Pool) -> None:
     assert pool.run(different_scales, make, ranks=4) == [[2.0**8, 2.0**12]] * 4
+
+
+# Under a scaler from outside.
+
+
+def outer_scaler(runner: Runs, is_unscaled: bool) -> None:
+    params = mixed()
+    with backend(runner) as name:
+        opt = tritonamp.AdamW(params, lr=0.1, max_norm=1.0, backend=name)
+        scaler = tritonamp.GradScaler("cpu", init_scale=1024.0)
+        for step in range(3):
+            set_grads(params, float(scaler.scale(torch.ones(()))), step)
+            if step == 1 and dist.get_rank() == 3:
+                local(params[4].grad)[0] = torch.inf  # a replica that does not count
+            if is_unscaled:
+                scaler.unscale_(opt)
+            scaler.step(opt)
+            scaler.update()
+            assert opt.step_was_skipped == (step == 1)
+            assert_agreed([*agreed(opt), *scaler.state_dict().values()])
+        assert scaler.get_scale() == 512.0
+
+
+@pytest.mark.parametrize("is_unscaled", [False, True], ids=["step", "unscale"])
+def test_our_grad_scaler_hears_of_other_ranks(runner: Runs, is_unscaled: bool, pool: Pool) -> None:
+    pool.run(outer_scaler, runner, is_unscaled, ranks=4)
