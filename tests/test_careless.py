@@ -49,7 +49,7 @@ def test_unscaling_ahead_of_the_gradients_unscales_nothing(runner: Runner) -> No
     optimizer.unscale_()
     loss.backward()
     optimizer.step()
-    assert float(p) == pytest.approx(0.9)
+    assert p.item() == pytest.approx(0.9)
 
 
 @pytest.mark.parametrize(

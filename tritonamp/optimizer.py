@@ -358,9 +358,7 @@ class FusedOptimizer(StepReport):
         assert self._loss_scale is not None
         device = self._device()
         if device.type == "meta":
-            raise RuntimeError(
-                "the parameters have no data: make the optimizer after the model has been given its memory"
-            )
+            raise RuntimeError("the parameters have no data: make the optimizer after the model has got its memory")
         return self._loss_scale._on(device)
 
     # Groups, checkpoints, copies.
