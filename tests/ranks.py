@@ -138,6 +138,7 @@ def _answer(connection: Any) -> Any:
 
 def _serve(rank: int, ranks: int, timeout: float, store: Path, connection: Any) -> None:
     torch.set_num_threads(1)
+    sys.path.append(str(Path(__file__).parents[1]))  # where pytest's names of test modules, in arguments, start
     wait = dt.timedelta(seconds=timeout)
     dist.init_process_group("gloo", init_method=f"file://{store}", rank=rank, world_size=ranks, timeout=wait)
     modules: dict[str, ModuleType] = {}

@@ -56,10 +56,10 @@ class FusedOptimizer(StepReport):
             nothing else.
         process_group: ranks of ``torch.distributed`` that hold other parameters, as plain tensors or in other meshes:
             pipeline stages, experts, a sharding scheme of one's own. Norm and inf or NaN are those of all of them, and
-            the loss scale of the first is taken over here, in the constructor. Every rank then has to call ``step()``
-            as often as the others, with gradients or without; ``scale()`` too, where its gradients carry the loss
-            scale; and ``load_state_dict()``. Not for replicas (DDP), whose squares would be added up; not needed for
-            DTensors.
+            the loss scale of the first is taken over, in the constructor and when a checkpoint is loaded. Every rank
+            has to load it then, and to call ``step()`` as often as the others, with gradients or without; ``scale()``
+            too, where its gradients carry the loss scale. Not for replicas (DDP), whose squares would be added up; not
+            needed for DTensors.
         backend: ``"auto"``, ``"triton"`` or ``"torch"``.
 
     Raises:
@@ -110,9 +110,7 @@ class FusedOptimizer(StepReport):
             defaults["rounding_seed"] = 0  # not drawn: replicas have to agree
         super().__init__(params, defaults)
         self._start()
-        agreement = Agreement(self._params(), process_group)
-        if agreement.is_needed and self._loss_scale is not None:
-            agreement.broadcast(self._scale_state())
+        self._agree_on_scale()
 
     def _start(self) -> None:
         """Set up what is neither copied nor pickled, after what is."""
@@ -354,6 +352,12 @@ class FusedOptimizer(StepReport):
         used = (param for param in self._params() if param.requires_grad or param.grad is not None)
         return next((param.device for param in chain(used, self._params())), torch.device("cpu"))
 
+    def _agree_on_scale(self) -> None:
+        """Take over the loss scale of the first of the ranks, where there are others."""
+        agreement = Agreement(self._params(), self.process_group)
+        if agreement.is_needed and self._loss_scale is not None:
+            agreement.broadcast(self._scale_state())
+
     def _scale_state(self) -> Tensor:
         assert self._loss_scale is not None
         device = self._device()
@@ -422,6 +426,7 @@ class FusedOptimizer(StepReport):
         numbers = checkpoint.loss_scale_of(state_dict)
         if numbers is not None and self._loss_scale is not None:
             self._loss_scale.load_state_dict(numbers)
+            self._agree_on_scale()
             self._is_armed = self._is_armed or bool(numbers.get("_is_armed", True))
 
     def __getstate__(self) -> dict[str, Any]:

@@ -205,6 +205,25 @@ def test_a_step_sends_one_message_per_mesh(
         assert sent == [(numel, torch.float64, ranks) for numel, ranks in expected]
 
 
+def on_crossing_meshes(runner: Runs) -> tuple[float, ...]:
+    """One parameter sharded over the rows of a mesh, one over its columns: no mesh has all ranks."""
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))
+    params = [torch.nn.Parameter(distribute_tensor(torch.ones(4), mesh[name], [Shard(0)])) for name in ("dp", "tp")]
+    for param in params:
+        param.grad = torch.ones_like(param)
+    with backend(runner) as name:
+        opt = tritonamp.SGD(params, lr=0.1, max_norm=1.0, loss_scale=None, backend=name)
+        opt.step()
+    return float(opt.grad_norm), *(float(local(param)[0]) for param in params)
+
+
+def test_meshes_that_cross_give_one_norm(runner: Runs, pool: Pool) -> None:
+    assert (
+        pool.run(on_crossing_meshes, runner, ranks=4)
+        == [(pytest.approx(8**0.5), *[pytest.approx(1 - 0.1 / 8**0.5)] * 2)] * 4
+    )
+
+
 # The loss scale at the start.
 
 
