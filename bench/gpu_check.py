@@ -35,6 +35,8 @@ OPTIMIZERS: list[tuple[Any, dict[str, Any]]] = [
     (tritonamp.Adam, {"lr": 0.01, "amsgrad": True, "weight_decay": 0.1, "maximize": True}),
     (tritonamp.SGD, {"lr": 0.1, "momentum": 0.9, "dampening": 0.2}),
     (tritonamp.SGD, {"lr": 0.1}),
+    (tritonamp.AdamW, {"lr": 0.01, "master_weights": True}),
+    (tritonamp.AdamW, {"lr": 0.01, "rounding": "stochastic"}),
 ]
 
 
@@ -151,11 +153,11 @@ def require_same(a: Sequence[Tensor], b: Sequence[Tensor], what: str) -> None:
 # The checks.
 
 
-def steps_equal_the_oracle(setting: Setting) -> None:
+def steps_equal_the_oracle(setting: Setting, **more: Any) -> None:
     """Every rule, dtypes mixed, with clipping, an overflow, and a gradient that is missing."""
     for rule, options in OPTIMIZERS:
         params = make_params(setting)
-        optimizer = rule(params, max_norm=1.0, loss_scale="dynamic", backend="triton", **options)
+        optimizer = rule(params, max_norm=1.0, loss_scale="dynamic", backend="triton", **options, **more)
         for number in range(4):
             set_grads(params, scaled(optimizer) * 0.01)
             if number == 1:
@@ -165,6 +167,16 @@ def steps_equal_the_oracle(setting: Setting) -> None:
             expected = expect(optimizer)
             optimizer.step()
             expected.check()
+
+
+def agreed_steps_equal_the_oracle(setting: Setting) -> None:
+    """The same in two launches, with a collective in between: of one rank."""
+    backend = "nccl" if setting.is_cuda else "gloo"
+    torch.distributed.init_process_group(backend, store=torch.distributed.HashStore(), rank=0, world_size=1)
+    try:
+        steps_equal_the_oracle(setting, process_group=torch.distributed.group.WORLD)
+    finally:
+        torch.distributed.destroy_process_group()
 
 
 def large_steps_equal_the_oracle(setting: Setting) -> None:
@@ -299,6 +311,7 @@ def offsets_are_64_bits_wide(setting: Setting) -> None:
 
 CHECKS: dict[str, tuple[Callable[[Setting], None], bool]] = {  # and whether they need CUDA
     "oracle": (steps_equal_the_oracle, False),
+    "agreed": (agreed_steps_equal_the_oracle, False),
     "large": (large_steps_equal_the_oracle, False),
     "scale": (loss_scale_and_counters_equal_a_host_model, False),
     "repeat": (results_repeat_bitwise, False),

@@ -76,16 +76,21 @@ def run(args: argparse.Namespace) -> None:
 
 
 def compare(before: Sequence[Row], after: Sequence[Row]) -> Table:
-    """What was measured in both, with the change of the median, marked where it is beyond the spread."""
+    """The change of every median, marked where it is beyond the spread; and what is gone, wrong or new."""
     result = Table("workload", "rule, gradients", "contender", "before ms", "after ms", "change", "")
     of_key = {row.key: row for row in after}
     for old in before:
         new = of_key.get(old.key)
+        what = (old.workload, f"{old.rule}, {old.grads}", old.contender)
         if new is None or old.median is None or new.median is None:
+            lost = "gone" if new is None else f"wrong: {new.wrong}" if new.wrong else "not measured in both"
+            result.add_row(*what, _ms(old.median), _ms(new.median if new else None), "", lost)
             continue
         change = f"{new.median / old.median - 1:+.1%}"
-        what = (old.workload, f"{old.rule}, {old.grads}", old.contender)
         result.add_row(*what, _ms(old.median), _ms(new.median), change, verdict(old, new))
+    for new in after:
+        if new.key not in {old.key for old in before}:
+            result.add_row(new.workload, f"{new.rule}, {new.grads}", new.contender, "-", _ms(new.median), "", "new")
     return result
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -162,3 +163,38 @@ def test_a_float64_norm_beyond_the_kernels_range_is_an_overflow(runner: Runner) 
     optimizer.step()
     assert optimizer.step_was_skipped == (runner.backend == "triton")
     assert p.tolist() == pytest.approx([1.0 if optimizer.step_was_skipped else 0.5] * 4)
+
+
+@pytest.mark.parametrize("seed", [0.5, -1, True, None])
+def test_a_seed_that_is_none_changes_nothing(runner: Runner, seed: Any) -> None:
+    params = make_params([(5,)], torch.bfloat16)
+    optimizer = SGD(params, momentum=0.9, rounding="stochastic", loss_scale=None, backend=runner.backend)
+    set_grads(params)
+    optimizer.step()
+    before = values(optimizer)
+    optimizer.param_groups[0]["rounding_seed"] = seed
+    with pytest.raises(ValueError, match="rounding_seed"):
+        optimizer.step()
+    assert_same_bits(values(optimizer), before)
+
+
+def test_a_shared_scale_is_agreed_on_by_all_or_none() -> None:
+    scale = tritonamp.LossScale()
+    alone = SGD(make_params([(3,)]), loss_scale=scale)
+    group: Any = SimpleNamespace(rank=lambda: 0)
+    with pytest.raises(ValueError, match="same process_group"):
+        SGD(make_params([(3,)]), loss_scale=scale, process_group=group)
+    assert list(scale._optimizers) == [alone]
+
+
+def test_a_fuse_that_fails_leaves_the_scale_alone() -> None:
+    param = nn.Parameter(torch.ones(3))
+    param.grad = torch.ones(3).to_sparse()
+    scale = tritonamp.LossScale(8.0)
+    with pytest.raises(RuntimeError, match="sparse") as held:
+        tritonamp.fuse(torch.optim.SGD([param], lr=0.1), scale)
+    param.grad = None
+    optimizer = tritonamp.fuse(torch.optim.SGD([param], lr=0.1), scale)
+    assert not scale._is_shared and held is not None
+    optimizer.backward(param.sum())
+    checked_step(optimizer)

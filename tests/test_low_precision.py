@@ -137,6 +137,22 @@ def test_philox_gives_the_published_numbers() -> None:
     assert words(2**64 - 1, ones, 10) == [0x408F276D, 0x41C83B0E, 0xA20BC7C6, 0x6D5451FD]
 
 
+def test_elements_have_the_random_numbers_of_their_place() -> None:
+    """Counter: the element divided by 4, in two words, of which the upper has the shard; the step; the place."""
+
+    def word(seed: int, shard: int, place: int, step: int, element: int) -> int:
+        c, key = [element >> 2, shard << 16, step, place], [seed & 0xFFFFFFFF, seed >> 32]
+        for _ in range(7):
+            a, b = 0xD2511F53 * c[0], 0xCD9E8D57 * c[2]
+            c = [b >> 32 ^ c[1] ^ key[0], b & 0xFFFFFFFF, a >> 32 ^ c[3] ^ key[1], a & 0xFFFFFFFF]
+            key = [key[0] + 0x9E3779B9 & 0xFFFFFFFF, key[1] + 0xBB67AE85 & 0xFFFFFFFF]
+        return c[element & 3]
+
+    for seed, shard, place, step in ((0, 0, 0, 1), (2**62 + 12345, 5, 77, 1000), (9, 20000, 3, 2)):
+        random = noise(seed, place | shard << 48, step, 11)
+        assert random.tolist() == [word(seed, shard, place, step, element) for element in range(11)]
+
+
 def test_stochastic_rounding_is_exact_in_the_mean() -> None:
     """Over all 2**16 values of the bits that are used: its mean is x, exactly."""
     bits = torch.arange(2**16)
@@ -290,8 +306,12 @@ def test_ways_to_keep_a_parameter_are_checked() -> None:
 
 
 def test_float16_is_not_rounded_stochastically(runner: Runner) -> None:
-    params = make_params([(3,)], F16)
+    """Nor where the model is cast only after the optimizer was made."""
+    with pytest.raises(TypeError, match="for bfloat16 parameters"):
+        SGD(make_params([(3,)], F16), rounding="stochastic", loss_scale=None)
+    params = make_params([(3,)])
     optimizer = SGD(params, rounding="stochastic", loss_scale=None, backend=runner.backend)
+    params[0].data = params[0].data.half()
     set_grads(params)
     with pytest.raises(TypeError, match="for bfloat16 parameters"):
         optimizer.step()

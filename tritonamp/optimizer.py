@@ -373,6 +373,11 @@ class FusedOptimizer(StepReport):
             self._check_group({**self.defaults, **param_group})
         super().add_param_group(param_group)
         group = self.param_groups[-1]
+        if self.rounding == "stochastic" and any(param.dtype == torch.float16 for param in group["params"]):
+            self.param_groups.pop()
+            raise TypeError(
+                "rounding='stochastic' is for bfloat16 parameters, got float16 ones: use master_weights=True"
+            )
         # By its first place, which is the last to be written.
         places = {param: at for at, param in reversed(list(enumerate(group["params"])))}
         for key in ("params", "param_names"):

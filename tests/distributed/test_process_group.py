@@ -181,3 +181,22 @@ def refusals() -> None:
 
 def test_what_is_no_process_group_is_refused(pool: Pool) -> None:
     pool.run(refusals, ranks=2)
+
+
+def one_rank_has_nothing_to_do(runner: Runs) -> tuple[list[float], float, tuple[float, int]]:
+    """A rank without gradients, which has scaled nothing, goes along: with an overflow of the other, and without."""
+    param = nn.Parameter(torch.ones(3))
+    with backend(runner) as name:
+        opt = tritonamp.SGD([param], lr=0.5, loss_scale="dynamic", backend=name, process_group=dist.group.WORLD)
+        for bad in (True, False):
+            if dist.get_rank() == 0:
+                opt.zero_grad()
+                opt.backward((param * (torch.inf if bad else 1.0)).sum())
+            opt.step()
+    state = opt.loss_scale.state_dict()
+    return param.tolist(), float(opt.grad_norm), (state["scale"], state["_growth_tracker"])
+
+
+def test_a_rank_without_gradients_goes_along(runner: Runs, pool: Pool) -> None:
+    rest = (pytest.approx(3**0.5), (32768.0, 1))
+    assert pool.run(one_rank_has_nothing_to_do, runner, ranks=2) == [([0.5] * 3, *rest), ([1.0] * 3, *rest)]
