@@ -105,3 +105,22 @@ def test_other_architectures(bench: Any, arch: int) -> None:
         step = bench.measure(rule, dtypes, bench.WITHIN, 20_000, arch)
         assert abs(step.excess) < 0.02
         assert step.streams.efficiency("ld") >= 0.95 and step.streams.efficiency("st") >= 0.95
+
+
+@pytest.mark.parametrize(
+    ("options", "read", "written"),
+    [
+        ({"master_weights": True}, 2 * 2 + 3 * 4, 2 + 3 * 4),  # the parameter is not read: the copy is the truth
+        ({"rounding": "stochastic"}, 2 * 2 + 2 + 2 * 4, 2 + 2 * 4),  # random numbers move nothing
+    ],
+    ids=["master", "stochastic"],
+)
+def test_ways_to_keep_a_parameter_move_the_least_possible(
+    bench: Any, options: dict[str, Any], read: int, written: int
+) -> None:
+    """AdamW on bfloat16, gradients read twice."""
+    adamw = next(rule for rule in bench.RULES if rule.name == "AdamW")
+    step = bench.measure(adamw._replace(options=options), "bf16/bf16", bench.BEYOND)
+    assert step.read == pytest.approx(read, rel=0.02)
+    assert step.written == pytest.approx(written, rel=0.02)
+    assert step.streams.efficiency("ld") >= 0.95 and step.streams.efficiency("st") >= 0.95
