@@ -155,3 +155,11 @@ def test_kernels_refuse_tensors_that_are_elsewhere(runner: Runner) -> None:
     if runner.backend == "triton":
         with pytest.raises(RuntimeError, match=r"runs (on|kernels on) .*, got meta"):
             choose_backend("triton", META)
+
+
+def test_an_empty_parameter_has_no_state(runner: Runner) -> None:
+    params = make_params([(3,), (0, 2)])
+    optimizer = AdamW(params, loss_scale=None, backend=runner.backend)
+    set_grads(params)
+    optimizer.step()
+    assert optimizer.state[params[0]] and not optimizer.state.get(params[1])

@@ -268,7 +268,7 @@ class Plan:
             index, kept, param = len(self.entries), how_kept(optimizer, owner), local_of(owner)
             keys = state_keys(optimizer, optimizer.param_groups[number], owner)
             needs_state = bool(keys) or kept == STOCHASTIC
-            has_state = needs_state and (self._grad_facts[index] is not None or bool(optimizer.state.get(owner)))
+            has_state = needs_state and (self.grads[index] is not None or bool(optimizer.state.get(owner)))
             if has_state:
                 prepare_state(optimizer.state[owner], owner, keys)
                 keys_of.append((owner, keys))
