@@ -52,8 +52,7 @@ class FusedOptimizer(StepReport):
             over into the copy at the next step, but for writes through ``.data`` and between replays of a CUDA graph.
         rounding: ``"nearest"``, or ``"stochastic"`` for bfloat16 parameters without master copies: up or down, so
             that the mean is exact. The random numbers depend on the group option ``rounding_seed`` (0; replicas have
-            to agree on it), the parameter's place, its applied steps and the element, and on
-            nothing else.
+            to agree on it), the parameter's place, its applied steps and the element, and on nothing else.
         process_group: ranks of ``torch.distributed`` that hold other parameters, as plain tensors or in other meshes:
             pipeline stages, experts, a sharding scheme of one's own. Norm and inf or NaN are those of all of them, and
             the loss scale of the first is taken over, in the constructor and when a checkpoint is loaded. Every rank
