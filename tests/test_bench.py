@@ -274,7 +274,14 @@ def test_two_results_are_set_side_by_side(tmp_path: Path, capsys: pytest.Capture
         Results(tmp_path / name, {"commit": name}).add(rows)
     report.run(argparse.Namespace(before=tmp_path / "a", after=tmp_path / "b" / "results.json"))
     out = capsys.readouterr().out
-    assert "commit: a -> b" in out and "+20.0%" in out and "slower" in out and "new" not in out
+    assert "commit: a -> b" in out and "+20.0%" in out and "slower" in out
+    (added,) = (line for line in out.splitlines() if "0.100" in line or "100.000" in line)
+    assert added.count("new") == 2  # the workload's name, and what became of it
+    report.run(argparse.Namespace(before=tmp_path / "b", after=tmp_path / "a"))
+    assert "gone" in capsys.readouterr().out
+    Results(tmp_path / "c", {"commit": "c"}).add([replace(row(0.01, 1e-4), wrong="norm: off", median=None)])
+    report.run(argparse.Namespace(before=tmp_path / "a", after=tmp_path / "c"))
+    assert "wrong: norm: off" in capsys.readouterr().out
 
 
 def test_the_share_is_that_of_a_copys_bandwidth() -> None:

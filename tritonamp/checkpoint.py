@@ -15,11 +15,15 @@ _STATE = ("momentum_buffer", "exp_avg", "exp_avg_sq", "max_exp_avg_sq", "master_
 
 
 def states_of(groups: Sequence[Group], state_dict: Mapping[str, Any]) -> Iterator[tuple[Tensor, Group, dict[str, Any]]]:
-    """Parameters of the live groups, with their group and the state that the checkpoint has for them."""
+    """Parameters of the live groups, with their group and the state that the checkpoint has for them.
+
+    torch's flattened checkpoints have ``{}`` for what is missing: that is left out.
+    """
     for group, saved in zip(groups, state_dict["param_groups"], strict=False):
         for param, number in zip(group["params"], saved["params"], strict=False):
             if number in state_dict["state"]:
-                yield param, group, state_dict["state"][number]
+                state = state_dict["state"][number].items()
+                yield param, group, {key: value for key, value in state if not (isinstance(value, dict) and not value)}
 
 
 def loss_scale_of(state_dict: Mapping[str, Any]) -> dict[str, Any] | None:
@@ -39,7 +43,7 @@ def check(groups: Sequence[Group], state_dict: Mapping[str, Any]) -> None:
         LossScale().load_state_dict(numbers)
     for param, _, state in states_of(groups, state_dict):
         step = state.get("step", 0)
-        if not isinstance(step, (int, float)) and not (isinstance(step, Tensor) and step.numel() == 1):
+        if not (step.numel() == 1 if isinstance(step, Tensor) else isinstance(step, (int, float))):
             raise ValueError(f"the checkpoint's state 'step' must be a number, got {step!r}")
         for key in _STATE:
             value = state.get(key)

@@ -166,7 +166,7 @@ MUTANTS = [
     ),
     Mutant(
         "norm off by 1.2e-6",
-        ("decide", {"tl.sqrt(total) * inv_scale": "tl.sqrt(total) * inv_scale * (1 + 1.2e-6)"}),
+        ("decide", {"tl.sqrt(total) * ": "tl.sqrt(total) * (1 + 1.2e-6) * "}),
         ("global_norm", {"math.sqrt(total) * inv_scale": "math.sqrt(total) * inv_scale * (1 + 1.2e-6)"}),
     ),
     Mutant(
