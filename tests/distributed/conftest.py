@@ -17,7 +17,7 @@ def runner(request: pytest.FixtureRequest) -> Runs:
     return astuple(replace(runner, arch=90).chosen(request.node.name))
 
 
-@pytest.fixture(scope="session")
+@pytest.fixture(scope="module")  # not longer: idle ranks keep a CPU busy
 def pool(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Pool]:
     pool = Pool(tmp_path_factory.mktemp("ranks"))
     yield pool
