@@ -100,13 +100,7 @@ class TritonBackend:
         state = request.outcome if request.loss_scale is None else request.loss_scale
         work = (workspace.words, workspace.partials, workspace.counters, request.outcome, state)
         n_chunks = workspace.table.n_chunks
-        if request.needs_norm and agreement.is_needed:
-            self._launch_of(statistics_kernel, rule)(n_chunks, workspace.words, workspace.partials, state)
-            sums_kernel[(1,)](*work[:2], request.outcome, state, workspace.sums, BLOCK=SUMS_BLOCK)
-            agreed = agreement.reduce(workspace.sums)
-            self._launch_of(apply_kernel, rule, DECIDE=True)(n_chunks, workspace.words, agreed, *work[2:])
-            return
-        if request.needs_norm and not self._is_split:
+        if request.needs_norm and not agreement.is_needed and not self._is_split:
             try:
                 self._launch_of(step_kernel, rule)(n_chunks, *work)
                 return
@@ -114,9 +108,13 @@ class TritonBackend:
                 if not _is_refusal(error):
                     raise
                 self._is_split = True
+        words, partials, *others = work
         if request.needs_norm:
-            self._launch_of(statistics_kernel, rule)(n_chunks, workspace.words, workspace.partials, state)
-        self._launch_of(apply_kernel, rule, DECIDE=request.needs_norm)(n_chunks, *work)
+            self._launch_of(statistics_kernel, rule)(n_chunks, words, partials, state)
+            if agreement.is_needed:
+                sums_kernel[(1,)](words, partials, request.outcome, state, workspace.sums, BLOCK=SUMS_BLOCK)
+                partials = agreement.reduce(workspace.sums)
+        self._launch_of(apply_kernel, rule, DECIDE=request.needs_norm)(n_chunks, words, partials, *others)
 
     def _launch_of(self, kernel: Any, rule: str, **decide: bool) -> _Launch:
         """The kernel's launch, made once for as long as the variants stay."""
@@ -152,13 +150,14 @@ class _Launch:
                 self._max_registers = facts["max_num_regs"]
 
     def __call__(self, n_chunks: int, *args: Tensor) -> None:
+        n_chunks = max(n_chunks, 1)  # without work, loss scale and counters are still to be written
         try:
-            compiled = self._kernel[(max(min(self._programs, n_chunks), 1),)](*args, **self._options)
+            compiled = self._kernel[(min(self._programs, n_chunks),)](*args, **self._options)
         except RuntimeError as error:
             if not _is_refusal(error) or self._programs <= self._multiprocessors:
                 raise
             self._programs = self._multiprocessors  # others hold a part of the device
-            compiled = self._kernel[(max(min(self._programs, n_chunks), 1),)](*args, **self._options)
+            compiled = self._kernel[(min(self._programs, n_chunks),)](*args, **self._options)
         if self._max_registers:
             per_program = -(-compiled.n_regs // 8) * 8 * THREADS
             self._programs *= min(self._max_registers // per_program, MAX_RESIDENT)
