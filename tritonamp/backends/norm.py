@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import torch
 from torch import Tensor
@@ -26,19 +26,26 @@ def as_real(tensor: Tensor) -> Tensor:
 def global_norm(grads: Sequence[Tensor], inv_scale: float) -> float:
     """L2 norm of the unscaled gradients; inf or NaN if one is, as read or after unscaling."""
     total = math.inf
-    fast = [grad for grad in grads if grad.dtype == torch.float32 and grad.is_cpu and grad.is_contiguous()]
+    fast, others = _part(grads, lambda grad: grad.dtype == torch.float32 and grad.is_cpu and grad.is_contiguous())
     if fast:
         total = _sum_in_rows(fast)
     if _SAFE * sum(map(Tensor.numel, fast)) <= total < math.inf:
-        if len(fast) < len(grads):
-            chosen = set(map(id, fast))
-            total += _sum_in_float64([grad for grad in grads if id(grad) not in chosen])
+        if others:
+            total += _sum_in_float64(others)
     else:
         total = _sum_in_float64(grads)
     norm = math.sqrt(total) * inv_scale
     if not norm < math.inf or inv_scale > 1:
         return _careful_norm(grads, inv_scale, norm)
     return norm
+
+
+def _part(tensors: Sequence[Tensor], test: Callable[[Tensor], bool]) -> tuple[list[Tensor], list[Tensor]]:
+    """Those that pass the test, and the others."""
+    passed: tuple[list[Tensor], list[Tensor]] = [], []
+    for tensor in tensors:
+        passed[not test(tensor)].append(tensor)
+    return passed
 
 
 def _sum_in_rows(grads: Sequence[Tensor]) -> float:
@@ -64,12 +71,10 @@ def _sum_of_flat(flat: Tensor) -> float:
 
 def _sum_in_float64(grads: Sequence[Tensor]) -> float:
     sums = [torch.zeros((), dtype=torch.float64, device=grads[0].device)] if grads else []
-    small = [grad for grad in grads if grad.numel() <= _BLOCK or not grad.is_contiguous() or grad.is_complex()]
+    small, large = _part(grads, lambda grad: grad.numel() <= _BLOCK or not grad.is_contiguous() or grad.is_complex())
     if small:
         norms = torch._foreach_norm([as_real(grad) for grad in small], 2, dtype=torch.float64)
         sums.append(torch.stack(norms).square().sum())
-    chosen = set(map(id, small))
-    large = [grad for grad in grads if id(grad) not in chosen]
     if large:
         buffer = torch.empty(_BLOCK, dtype=torch.float64, device=large[0].device)
         for grad in large:
