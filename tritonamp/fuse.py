@@ -13,11 +13,10 @@ from torch.amp.grad_scaler import OptState
 from torch.optim import Optimizer
 
 from .adam import Adam, AdamW
-from .distributed import local_of
 from .grad_scaler import GradScaler
 from .loss_scale import LossScale
 from .optimizer import FusedOptimizer
-from .plan import check_tensors, prepare_state, state_keys
+from .plan import prepare_state, state_keys
 from .sgd import SGD
 
 _CLASSES: dict[type[Optimizer], type[SGD | Adam]] = {
@@ -83,10 +82,9 @@ def fuse(
         **{name: value for name, value in optimizer.defaults.items() if name in names},
         **{**common, "max_norm": max_norm, "loss_scale": _loss_scale_of(scaler)},
     )
-    params = [param for group in optimizer.param_groups for param in group["params"]]
-    used = [param.requires_grad or param.grad is not None for param in params]
     try:
-        check_tensors(fused, list(map(local_of, params)), [local_of(param.grad) for param in params], used)
+        fused._plan.look(fused)
+        fused._plan.release()
         _adopt_state(fused, optimizer)
     except BaseException:
         if fused.loss_scale is not None:

@@ -169,13 +169,13 @@ class Plan:
         try:
             facts = _facts([grad for grad in grads if grad is not None])
         except (RuntimeError, NotImplementedError):  # sparse gradients have no strides
-            check_tensors(optimizer, all_params, all_grads, used)
+            _check(optimizer, all_params, all_grads, used)
             raise
         ids = list(map(id, self._owners))
         old = self._grad_facts if ids == self._ids else [None] * len(params)
         is_known = self._found is not None and facts == list(compress(old, has_grad))
         if not is_known or self._find(optimizer, params) != self._found:
-            check_tensors(optimizer, all_params, all_grads, used)
+            _check(optimizer, all_params, all_grads, used)
             self._found = None
             new = iter(facts)
             self._grad_facts = [next(new) if has else known for has, known in zip(has_grad, old, strict=True)]
@@ -346,7 +346,7 @@ def prepare_state(state: dict[str, Any], owner: Tensor, names: Sequence[str]) ->
             state[name] = like(owner, part)
 
 
-def check_tensors(
+def _check(
     optimizer: FusedOptimizer, params: Sequence[Tensor], grads: Sequence[Tensor | None], used: Sequence[bool]
 ) -> None:
     """Raise for the first parameter or gradient that is used and cannot be updated.
