@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import contextlib
 import json
 import math
 from collections.abc import Sequence
@@ -133,29 +134,24 @@ def wrong(mistake: str) -> Contender:
     return Contender("wrong", make)
 
 
+def assert_judged(mistake: str, contender: Contender, problem: Problem) -> None:
+    """It passes without a mistake, and does not with one."""
+    step = contender.make(RULES["adamw"], problem.params)
+    with pytest.raises(AssertionError) if mistake else contextlib.nullcontext():
+        check(contender, step, problem)
+
+
 @pytest.mark.parametrize("mistake", ["", *MISTAKES])
 @pytest.mark.parametrize(
     "shapes", [SHAPES, [(70,)] * 250, [(50,), (5000,)]], ids=["all", "some tensors", "some elements"]
 )
 def test_a_mistake_is_found(mistake: str, shapes: list[tuple[int, ...]]) -> None:
-    problem, contender = Problem(shapes, CPU), wrong(mistake)
-    step = contender.make(RULES["adamw"], problem.params)
-    if not mistake:
-        check(contender, step, problem)
-        return
-    with pytest.raises(AssertionError):
-        check(contender, step, problem)
+    assert_judged(mistake, wrong(mistake), Problem(shapes, CPU))
 
 
 @pytest.mark.parametrize("mistake", ["", "no skip", "last tensor left out", "scale stays", "norm of a part"])
 def test_a_mistake_is_found_where_the_state_is_of_unknown_meaning(mistake: str) -> None:
-    problem, contender = Problem(SHAPES, CPU), replace(wrong(mistake), module="another")
-    step = contender.make(RULES["adamw"], problem.params)
-    if not mistake:
-        check(contender, step, problem)
-        return
-    with pytest.raises(AssertionError):
-        check(contender, step, problem)
+    assert_judged(mistake, replace(wrong(mistake), module="another"), Problem(SHAPES, CPU))
 
 
 def test_a_bias_correction_in_float32_is_let_through_only_where_it_is_known() -> None:
