@@ -16,8 +16,8 @@ from .adam import Adam, AdamW
 from .grad_scaler import GradScaler
 from .loss_scale import LossScale
 from .optimizer import FusedOptimizer
-from .plan import prepare_state, state_keys
 from .sgd import SGD
+from .state import prepare_state, state_keys
 
 _CLASSES: dict[type[Optimizer], type[SGD | Adam]] = {
     torch.optim.SGD: SGD,

@@ -27,9 +27,10 @@ from .backends import (
 )
 from .distributed import Agreement
 from .loss_scale import LossScale
-from .plan import MASTER, Plan, how_kept, prepare_state, state_keys
+from .plan import Plan
 from .report import StepReport
 from .scaling import as_scalar, make_loss_scale, scale_outputs, unscale_grads
+from .state import MASTER, how_kept, prepare_state, state_keys
 from .wrapping import of_itself
 
 

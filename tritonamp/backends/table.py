@@ -12,7 +12,9 @@ from torch import Tensor
 
 from tritonamp.kernels import table as kernel_table
 
-from ..plan import MASTER, Entry, Plan, compute_dtype, layout_of, real_dtype
+from ..layout import compute_dtype, layout_of, real_dtype
+from ..plan import Entry, Plan
+from ..state import MASTER
 
 if TYPE_CHECKING:
     from ..optimizer import FusedOptimizer
@@ -31,7 +33,7 @@ class Variant(NamedTuple):
         grad, param: dtypes.
         compute: dtype of computation and state.
         states: how many state tensors the rule has.
-        kept: how the parameter is kept, as in ``plan.py``.
+        kept: how the parameter is kept, as in ``state.py``.
     """
 
     grad: torch.dtype

@@ -15,10 +15,12 @@ import torch
 from torch import Tensor
 
 from ..distributed import WHOLE, Share, like
+from ..layout import compute_dtype, dense_strides, layout_of, real_dtype
 from ..loss_scale import FOUND_INF as RECORDED_INF
 from ..loss_scale import SCALE, advance
-from ..plan import MASTER, STOCHASTIC, Entry, Plan, compute_dtype, dense_strides, layout_of, real_dtype
+from ..plan import Entry, Plan
 from ..rounding import noise, round_stochastically
+from ..state import MASTER, STOCHASTIC
 from . import CONSECUTIVE_SKIPS, FOUND_INF, GRAD_NORM, PENDING_INF, SKIPPED, SKIPPED_STEPS, Request
 from .norm import as_real, global_norm
 

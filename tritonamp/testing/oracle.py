@@ -24,7 +24,7 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
-from tritonamp.plan import dense_strides
+from tritonamp.layout import dense_strides
 from tritonamp.rounding import noise, round_stochastically
 from tritonamp.testing.bounds import Bounded, Format, assert_within
 from tritonamp.testing.scale import ScaleState, next_scale, round_to_float32
