@@ -179,6 +179,20 @@ def agreed_steps_equal_the_oracle(setting: Setting) -> None:
         torch.distributed.destroy_process_group()
 
 
+def steps_on_two_devices_equal_the_oracle(setting: Setting) -> None:
+    """The first parameters on the device, every other one on a second GPU, or on the CPU where there is none."""
+    other = torch.device("cuda", 1) if torch.cuda.device_count() > 1 else torch.device("cpu")
+    params = [param.detach().to([setting.device, other][i % 2]) for i, param in enumerate(make_params(setting))]
+    optimizer = tritonamp.AdamW([param.requires_grad_() for param in params], max_norm=1.0, loss_scale="dynamic")
+    for number in range(4):
+        set_grads(params, scaled(optimizer) * 0.01)
+        if number in (1, 2):
+            params[number].grad.view(-1)[-1] = torch.inf  # type: ignore[union-attr]
+        expected = expect(optimizer)
+        optimizer.step()
+        expected.check()
+
+
 def large_steps_equal_the_oracle(setting: Setting) -> None:
     """Many chunks for every program, of two tensors; a sample is compared."""
     triton = next(contender for contender in CONTENDERS if contender.name == "tritonamp triton")
@@ -227,7 +241,7 @@ def results_repeat_bitwise(setting: Setting) -> None:
                     params[0].grad.fill_(torch.nan)  # type: ignore[union-attr]
                 optimizer.step()
                 if is_split:
-                    optimizer._backend._is_split = True  # type: ignore[union-attr]
+                    optimizer._devices.on(optimizer._device())._is_split = True  # type: ignore[attr-defined]
         return bits(optimizer)
 
     first = train(backend.MAX_RESIDENT)
@@ -312,6 +326,7 @@ def offsets_are_64_bits_wide(setting: Setting) -> None:
 CHECKS: dict[str, tuple[Callable[[Setting], None], bool]] = {  # and whether they need CUDA
     "oracle": (steps_equal_the_oracle, False),
     "agreed": (agreed_steps_equal_the_oracle, False),
+    "devices": (steps_on_two_devices_equal_the_oracle, True),
     "large": (large_steps_equal_the_oracle, False),
     "scale": (loss_scale_and_counters_equal_a_host_model, False),
     "repeat": (results_repeat_bitwise, False),

@@ -245,10 +245,10 @@ def test_a_refused_grid_is_tried_smaller_first(kernel_runner: Runner, monkeypatc
         optimizer = tritonamp.AdamW(params, max_norm=1.0, loss_scale=None, backend="triton")
         for step in range(3):
             if step == 1:
-                launch = next(iter(optimizer._backend._launches.values()))
+                launch = next(iter(optimizer._devices.on(params[0].device)._launches.values()))
                 assert launch._programs > kernel_runner.programs
                 launch._programs = 10_000  # more than there is room for
-                monkeypatch.setattr(optimizer._backend._workspace.table, "n_chunks", 10_000)
+                monkeypatch.setattr(optimizer._devices.on(params[0].device)._workspace.table, "n_chunks", 10_000)
             set_grads(params)
             checked_step(optimizer)
         assert launch._programs == kernel_runner.programs

@@ -176,12 +176,12 @@ def test_a_graph_is_replayed_in_the_workspace_it_was_captured_in(
     reason: str, gpu: FakeCuda, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The optimizer itself goes on in another one."""
-    launch = triton_backend.TritonBackend._launch_step
+    launch = triton_backend.TritonBackend._launch_at_once
     monkeypatch.setattr(triton_backend, "Workspace", lambda table, device: workspace.Workspace(table, CUDA))
     monkeypatch.setattr(
         triton_backend.TritonBackend,
-        "_launch_step",
-        lambda self, space, *args: gpu.put(lambda alive: launch(self, alive, *args), space),
+        "_launch_at_once",
+        lambda self, space, *args: gpu.put(lambda alive: launch(self, alive, *args), space) or True,
     )
     params = [torch.zeros(600, requires_grad=True) for _ in range(2)]
     for param in params:
@@ -201,8 +201,8 @@ def test_a_graph_is_replayed_in_the_workspace_it_was_captured_in(
             optimizer.add_param_group({"params": params[1:], "lr": 3.0})
         else:
             with monkeypatch.context() as patch:
-                patch.delattr(triton_backend.TritonBackend, "_launch_step")
-                with pytest.raises(AttributeError, match="_launch_step"):
+                patch.delattr(triton_backend.TritonBackend, "_launch_at_once")
+                with pytest.raises(AttributeError, match="_launch_at_once"):
                     optimizer.step()
         optimizer.param_groups[0]["lr"] = 2.0
         optimizer.step()

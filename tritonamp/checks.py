@@ -25,11 +25,10 @@ def check(
     Raises:
         RuntimeError, TypeError: naming it.
     """
-    device = next((param.device for param in compress(params, used)), None)
     for i, (param, grad) in enumerate(zip(params, grads, strict=True)):
         if used[i]:
             which = f"parameter {i} (shape {tuple(param.shape)}, {param.dtype}, {param.device})"
-            _check_param(which, param, device)
+            _check_param(which, param)
             if param.dtype == torch.float16 and how_kept(optimizer, param) == STOCHASTIC:
                 raise TypeError(f"{which}: rounding='stochastic' is for bfloat16 parameters; use master_weights=True")
             if grad is not None:
@@ -49,13 +48,11 @@ def _check_apart(params: Sequence[Tensor]) -> None:
             )
 
 
-def _check_param(which: str, param: Tensor, device: torch.device | None) -> None:
+def _check_param(which: str, param: Tensor) -> None:
     if is_traceable_wrapper_subclass(param):
         raise TypeError(f"{which} is a {type(param).__name__}: only plain tensors and DTensors can be fused")
     if param.dtype not in DTYPES or param.layout != torch.strided:
         raise TypeError(f"{which} cannot be optimized: dense tensors of {', '.join(map(str, DTYPES))} can")
-    if param.device != device:
-        raise RuntimeError(f"{which} lies on another device than the first ({device}): use one optimizer per device")
     if param.device.type == "meta":
         raise RuntimeError(f"{which} has no data: make the optimizer after the model has got its memory")
     span = 1

@@ -101,9 +101,10 @@ class Agreement:
     Args:
         params: its parameters.
         process_group: over which, besides, sums are added up; or None.
+        n_devices: on how many devices they lie in this process.
     """
 
-    def __init__(self, params: Iterable[Any], process_group: Any) -> None:
+    def __init__(self, params: Iterable[Any], process_group: Any, n_devices: int = 1) -> None:
         # A rank outside of a parameter's mesh has nothing to do with it.
         params = [p for p in params if is_sharded(p) and p.device_mesh.get_coordinate() is not None]
         if any(placement.is_partial() for param in params for placement in param.placements):
@@ -113,12 +114,13 @@ class Agreement:
         self._groups = [_group_of(meshes[ranks]) for ranks in order]
         self._is_nested = bool(order) and all(set(ranks) <= set(order[-1]) for ranks in order)
         self._process_group = process_group
+        self._is_split = n_devices > 1
         self._shares = {id(p): _share(p, 1 + order.index(_ranks(p.device_mesh))) for p in params}
 
     @property
     def is_needed(self) -> bool:
-        """Whether there are other ranks to agree with."""
-        return bool(self._groups) or self._process_group is not None
+        """Whether there are others to agree with, ranks or devices."""
+        return bool(self._groups) or self._process_group is not None or self._is_split
 
     @property
     def slots(self) -> int:
@@ -128,7 +130,8 @@ class Agreement:
     @property
     def n_sums(self) -> int:
         """How many numbers it returns."""
-        return 1 if self._process_group is not None else 2 if self._is_nested else 2 * self.slots
+        is_one = self._process_group is not None or self._is_split
+        return 1 if is_one else 2 if self._is_nested else 2 * self.slots
 
     def share(self, param: Tensor) -> Share:
         """This rank's share of a parameter."""
@@ -138,8 +141,8 @@ class Agreement:
         """Add up over the ranks.
 
         Args:
-            sums: ``[slots, 2]`` float64: for each slot the sum of squares of the tensors that count, and 0, or NaN
-                where another is not finite; overwritten.
+            sums: ``[slots, 2]`` float64, of all devices of this process: for each slot the sum of squares of the
+                tensors that count, and 0, or NaN where another is not finite; overwritten.
 
         Returns:
             ``[n_sums]`` float64 whose sum is the square of the global norm; not finite if any rank's part is not.
@@ -151,10 +154,11 @@ class Agreement:
             sums[slot, 1] += before / group.size() if is_last and self._is_nested else before - before
             torch.distributed.all_reduce(sums[slot], group=group)
         agreed = sums[-1] if self._is_nested else sums.view(-1)
-        if self._process_group is None:
+        if self.n_sums > 1:
             return agreed
         total = agreed.sum().reshape(1)
-        torch.distributed.all_reduce(total, group=self._process_group)
+        if self._process_group is not None:
+            torch.distributed.all_reduce(total, group=self._process_group)
         return total
 
     def broadcast(self, state: Tensor) -> None:

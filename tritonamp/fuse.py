@@ -70,7 +70,7 @@ def fuse(
             are tensors, other than ``lr``; for parameters that cannot be fused.
         ValueError: for ``differentiable=True``, a parameter named twice in a group, and options out of their range.
         RuntimeError: for an optimizer that was fused before or whose ``step`` was replaced; for a scaler between
-            ``unscale_()`` or ``step()`` and ``update()``; for parameters on several devices. Nothing is changed then.
+            ``unscale_()`` or ``step()`` and ``update()``; for parameters without data. Nothing is changed then.
     """
     if "loss_scale" in common:
         raise TypeError("fuse() has no loss_scale: pass a LossScale as scaler")

@@ -20,11 +20,10 @@ from .backends import (
     GRAD_NORM,
     PENDING_INF,
     SKIPPED_STEPS,
-    Backend,
     Request,
     check_backend,
-    choose_backend,
 )
+from .backends.devices import Devices
 from .distributed import Agreement
 from .loss_scale import LossScale
 from .plan import Plan
@@ -116,7 +115,7 @@ class FusedOptimizer(StepReport):
         """Set up what is neither copied nor pickled, after what is."""
         self._itself = weakref.ref(self)
         self._plan = Plan()
-        self._backend: Backend | None = None
+        self._devices = Devices(self._backend_name)
         self._outer_found_inf: Any = None
         self._has_outer_scaler = False
         self._had_gradients = False  # in the last step
@@ -248,14 +247,16 @@ class FusedOptimizer(StepReport):
     def _apply(self) -> None:
         """The step, from the gradients that the plan has found."""
         device = self._device()
-        is_new = self._backend is None or self._backend.device != device or self._plan.is_stale
-        if is_new and device.type == "cuda" and torch.cuda.is_current_stream_capturing():
-            raise RuntimeError("a step() that makes state or tables cannot be captured in a CUDA graph: run one before")
-        if self._backend is None or self._backend.device != device:
-            self._backend = choose_backend(self._backend_name, device)
+        if self._plan.is_stale:
+            if device.type == "cuda" and torch.cuda.is_current_stream_capturing():
+                raise RuntimeError(
+                    "a step() that makes state or tables cannot be captured in a CUDA graph: run one before"
+                )
+            for each in self._plan.devices():
+                self._devices.on(each)  # which may refuse
         request = self._request(device)
         self._plan.prepare(self)
-        self._backend.step(self, self._plan, request)
+        self._devices.step(self, self._plan, request)
         self._plan.updated_masters()
         self._is_unscaled = False
         if self._loss_scale is not None and request.loss_scale is not None:
@@ -309,6 +310,7 @@ class FusedOptimizer(StepReport):
             grad_scale=as_scalar(getattr(self, "grad_scale", None), device),
             found_inf=as_scalar(self._outer_found_inf, device),
             needs_norm=needs_norm,
+            lrs=[_lr_on(group["lr"], device) for group in self.param_groups],
         )
 
     def _do_nothing(self) -> None:
@@ -322,8 +324,7 @@ class FusedOptimizer(StepReport):
             self._loss_scale._is_scaled = False
 
     def _advance_shared(self, state: Tensor) -> None:
-        assert self._backend is not None
-        self._backend.advance(state)
+        self._devices.advance(state)
 
     def _clear_unscaled(self) -> None:
         if self._is_unscaled and self._outcome is not None:
@@ -461,6 +462,13 @@ class FusedOptimizer(StepReport):
             self._start()
         if self._loading is not None:
             self._take_loaded(self._loading)
+
+
+def _lr_on(lr: Any, device: torch.device) -> float | Tensor:
+    """A learning rate as a launch takes it: a tensor on the device, which reads its value there; else a number."""
+    if isinstance(lr, Tensor) and (lr.device == device or lr.device.type == device.type == "cuda"):
+        return lr.to(device, non_blocking=True)
+    return float(lr)
 
 
 def check_max_norm(max_norm: Any) -> None:

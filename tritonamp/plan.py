@@ -49,17 +49,20 @@ class Entry(NamedTuple):
     at: int
 
 
-class Plan:
-    """The tensors of one optimizer.
+def device_of(param: Tensor) -> torch.device:
+    """Where a parameter is updated."""
+    return param.device
 
-    Gradients and state are held during a step only, so that others may free or offload them in between.
+
+class Part:
+    """The tensors of one launch: those of one optimizer on one device.
 
     Attributes:
         entries: one for each parameter that can have a gradient, in the order of the groups.
         grads: their gradients; None where there is nothing to do. Without elements where others hold all of a DTensor.
         state: step counters and state tensors; ``Entry.at`` says whose.
         device: the device of all of them; None without parameters.
-        agreement: among which ranks steps are agreed.
+        agreement: with which ranks and devices steps are agreed.
         generation: grows whenever anything has changed but the gradients' addresses and presence.
     """
 
@@ -70,6 +73,34 @@ class Plan:
         self.device: torch.device | None = None
         self.agreement = Agreement((), None)
         self.generation = 0
+
+    def state_of(self, entry: Entry) -> tuple[Tensor | None, list[Tensor]]:
+        """Step counter and state tensors of an entry; during a step only."""
+        if entry.at < 0:
+            return None, []
+        return self.state[entry.at], self.state[entry.at + 1 : entry.at + 1 + entry.n_states]
+
+    def updated(self) -> list[Tensor]:
+        """What a step from the present gradients updates: parameters, step counters, state tensors.
+
+        Of DTensors the local parts, and the parameters themselves: both have a version.
+        """
+        tensors: list[Tensor] = []
+        for entry, grad in zip(self.entries, self.grads, strict=True):
+            if grad is not None:
+                tensors += {id(tensor): tensor for tensor in (entry.owner, entry.param)}.values()
+                tensors += self.state[entry.at : entry.at + 1 + entry.n_states] if entry.at >= 0 else ()
+        return tensors
+
+
+class Plan(Part):
+    """The tensors of one optimizer. Its device is that of the first parameter; others may lie elsewhere.
+
+    Gradients and state are held during a step only, so that others may free or offload them in between.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
         self._owners: list[Tensor] = []  # during a step only
         self._ids: list[int] = []  # theirs
         self._used: list[bool] = []  # of all parameters of the groups
@@ -80,6 +111,7 @@ class Plan:
         self._found: tuple[Any, ...] | None = None  # None: something has changed since the entries were made
         self._keys: list[tuple[int, tuple[str, ...]]] = []  # place in the optimizer's state, and the keys used there
         self._state_facts = Facts(())
+        self._parts: list[tuple[Part, list[int]]] = []  # where there are several: with the numbers of their entries
         self._masters: list[int] = []  # numbers of the entries that have a master copy
         self._versions: dict[int, tuple[int, int]] = {}  # theirs, after the last step
         self._has_shards = False
@@ -128,7 +160,7 @@ class Plan:
             self._last_grads = [next(new) if has else last for has, last in zip(has_grad, last_grads, strict=True)]
             self._ids, self._used = ids, used
         self._param_facts, self._grad_facts, self._has_grad = param_facts, grad_facts, has_grad
-        self.device = params[0].device if params else None
+        self.device = device_of(params[0]) if params else None
         self.grads = grads
         self._is_complete = all(has_grad) and not (self._has_shards or param_facts.has_empty)
         if self._has_shards or param_facts.has_empty:
@@ -147,6 +179,8 @@ class Plan:
     def release(self) -> None:
         """Let go of gradients and state."""
         self.grads, self.state, self._owners = [], [], []
+        for part, _ in self._parts:
+            part.grads, part.state = [], []
 
     def updated_masters(self) -> None:
         """To be called after a step: from here on, who else writes to a parameter with a master copy is noticed."""
@@ -165,25 +199,19 @@ class Plan:
                 is_rounding = master.to(entry.param.dtype) == entry.param
                 master.copy_(torch.where(is_rounding, master, entry.param.to(master.dtype)))
 
-    def state_of(self, entry: Entry) -> tuple[Tensor | None, list[Tensor]]:
-        """Step counter and state tensors of an entry; during a step only."""
-        if entry.at < 0:
-            return None, []
-        return self.state[entry.at], self.state[entry.at + 1 : entry.at + 1 + entry.n_states]
-
     def updated(self) -> list[Tensor]:
-        """What a step from the present gradients updates: parameters, step counters, state tensors.
+        """As in :class:`Part`."""
+        return self._owners + self.state if self._is_complete else super().updated()
 
-        Of DTensors the local parts, and the parameters themselves: both have a version.
-        """
-        if self._is_complete:
-            return self._owners + self.state
-        tensors: list[Tensor] = []
-        for entry, grad in zip(self.entries, self.grads, strict=True):
-            if grad is not None:
-                tensors += {id(tensor): tensor for tensor in (entry.owner, entry.param)}.values()
-                tensors += self.state[entry.at : entry.at + 1 + entry.n_states] if entry.at >= 0 else ()
-        return tensors
+    def devices(self) -> list[torch.device]:
+        """All devices that parameters lie on, the plan's own first; between :meth:`look` and :meth:`release` only."""
+        return list(dict.fromkeys(device_of(local_of(owner)) for owner in self._owners))
+
+    def parts(self) -> list[Part]:
+        """The tensors by device, those on the plan's own first; the plan itself where there is one device only."""
+        for part, numbers in self._parts:
+            part.grads, part.state = [self.grads[i] for i in numbers], self.state
+        return [part for part, _ in self._parts] or [self]
 
     def _find(self, optimizer: FusedOptimizer, params: list[Tensor], facts: Facts) -> tuple[Any, ...] | None:
         """Everything a launch depends on, besides the gradients, in a form that compares fast; sets ``state``."""
@@ -215,7 +243,8 @@ class Plan:
     def _rebuild(self, optimizer: FusedOptimizer) -> None:
         self.entries, self._keys, self._versions = [], [], {}
         numbered = [(n, param) for n, group in enumerate(optimizer.param_groups) for param in group["params"]]
-        self.agreement = Agreement(self._owners, optimizer.process_group)
+        devices = self.devices()
+        self.agreement = Agreement(self._owners, optimizer.process_group, len(devices))
         at, keys_of = 0, []
         for position, (number, owner) in compress(enumerate(numbered), self._used):
             index, kept, param = len(self.entries), how_kept(optimizer, owner), local_of(owner)
@@ -236,6 +265,14 @@ class Plan:
         self._keys = [(places[id(param)], ("step", *keys)) for param, keys in keys_of]
         self._masters = [i for i, entry in enumerate(self.entries) if entry.kept == MASTER]
         self.generation += 1
+        self._parts = [self._part_on(device) for device in devices] if len(devices) > 1 else []
+
+    def _part_on(self, device: torch.device) -> tuple[Part, list[int]]:
+        part = Part()
+        part.device, part.agreement, part.generation = device, self.agreement, self.generation
+        numbers = [i for i, entry in enumerate(self.entries) if device_of(entry.param) == device]
+        part.entries = [self.entries[i] for i in numbers]
+        return part, numbers
 
     def _resolve(self) -> None:
         """Carry out a conjugation or negation that torch has put off: the kernels read memory as it is."""

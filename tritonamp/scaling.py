@@ -49,11 +49,11 @@ def unscale_grads(params: Iterable[Tensor], inv_scale: Tensor, found_inf: Tensor
     """Multiply the gradients by ``inv_scale`` in place, and set ``found_inf`` to 1 if one is inf or NaN.
 
     Args:
-        params: tensors whose ``grad`` is meant, where there is one.
+        params: tensors whose ``grad`` is meant, where there is one; on whichever devices.
         inv_scale: 0-dim float32.
         found_inf: ``[1]`` float32.
     """
-    by_dtype: dict[torch.dtype, list[Tensor]] = {}
+    grads_like: dict[tuple[torch.device, torch.dtype], list[Tensor]] = {}
     for param in params:
         grad = local_of(param.grad)
         if grad is None:
@@ -65,9 +65,12 @@ def unscale_grads(params: Iterable[Tensor], inv_scale: Tensor, found_inf: Tensor
             grad = grad.clone(memory_format=torch.contiguous_format)
             param.grad = like(param, grad)
         reals = torch.view_as_real(grad) if grad.is_complex() else grad
-        by_dtype.setdefault(reals.dtype, []).append(reals.detach())
-    for grads in by_dtype.values():
-        torch._amp_foreach_non_finite_check_and_unscale_(grads, found_inf, inv_scale)
+        grads_like.setdefault((reals.device, reals.dtype), []).append(reals.detach())
+    for (device, _), grads in grads_like.items():
+        found = found_inf.to(device)
+        torch._amp_foreach_non_finite_check_and_unscale_(grads, found, inv_scale.to(device))
+        if found is not found_inf:
+            found_inf.copy_(torch.maximum(found_inf, found.to(found_inf.device)))
 
 
 def as_scalar(value: Any, device: torch.device) -> Tensor | None:

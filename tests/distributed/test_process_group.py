@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import functools
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -15,6 +16,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Shard, distribute_tensor
 
 import tritonamp
+from tritonamp import plan
 
 pytestmark = pytest.mark.xdist_group("ranks")
 
@@ -108,6 +110,29 @@ def pipeline(runner: Runs) -> None:
             assert opt.step_was_skipped == (step == 1)
             assert_agreed(agreed(opt))
     assert scale.get_scale() == 8.0
+
+
+def stages_on_two_devices(runner: Runs) -> None:
+    """Every rank holds parameters on two devices; one of them is said to be another than it is."""
+    rank = dist.get_rank()
+    params = [nn.Parameter(torch.randn(shape)) for shape in ((5 + rank,), (600,), (3, 3))]
+    places = {id(params[1]): torch.device("cpu", 1)}
+    with backend(runner) as name, mock.patch.object(plan, "device_of", lambda p: places.get(id(p), p.device)):
+        opt = tritonamp.AdamW(params, max_norm=1.0, loss_scale="dynamic", backend=name, process_group=dist.group.WORLD)
+        for step in range(4):
+            scale = float(opt.scale(torch.ones(())))
+            for param in params:
+                param.grad = torch.randn_like(param) * scale
+            if step in (1, 2) and rank == 1:
+                params[step - 1].grad[-1] = torch.inf  # type: ignore[index]
+            checked_step(opt)
+            assert opt.step_was_skipped == (step in (1, 2))
+            assert_agreed(agreed(opt))
+        assert len(opt._devices._backends) == 2
+
+
+def test_ranks_of_several_devices_agree(runner: Runs, pool: Pool) -> None:
+    pool.run(stages_on_two_devices, runner, ranks=2)
 
 
 def test_pipeline_stages_of_shards_agree(runner: Runs, pool: Pool) -> None:

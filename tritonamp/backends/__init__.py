@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import importlib.util
-from dataclasses import dataclass
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Protocol
 
 from torch import Tensor
@@ -12,7 +13,7 @@ if TYPE_CHECKING:
     import torch  # at run time, `torch` here is the module beside this file, once it is imported
 
     from ..optimizer import FusedOptimizer
-    from ..plan import Plan
+    from ..plan import Part
 
 # The outcome of a step, a vector of float64. `kernels/step.py` writes the same layout.
 GRAD_NORM, FOUND_INF, SKIPPED, SKIPPED_STEPS, CONSECUTIVE_SKIPS, PENDING_INF = 0, 1, 2, 3, 4, 5
@@ -32,6 +33,7 @@ class Request:
         skip_norm: the norm above which a step is skipped; inf for none.
         grad_scale, found_inf: an outer scaler's, 0-dim float32 on the device, or None.
         needs_norm: whether the step waits for the norm at all.
+        lrs: the groups' learning rates: numbers, or tensors of one element on the device, float32 or float64.
     """
 
     outcome: Tensor
@@ -43,6 +45,25 @@ class Request:
     grad_scale: Tensor | None
     found_inf: Tensor | None
     needs_norm: bool
+    lrs: Sequence[float | Tensor]
+
+    def on(self, device: torch.device) -> Request:
+        """The same on another device, from where nothing comes back."""
+
+        def moved(tensor: Tensor | None) -> Tensor | None:
+            return None if tensor is None else tensor.to(device, non_blocking=device.type == "cuda", copy=True)
+
+        outcome = moved(self.outcome)
+        assert outcome is not None
+        return replace(
+            self,
+            outcome=outcome,
+            loss_scale=moved(self.loss_scale),
+            advance=0,
+            grad_scale=moved(self.grad_scale),
+            found_inf=moved(self.found_inf),
+            lrs=[lr.to(device) if isinstance(lr, Tensor) else lr for lr in self.lrs],
+        )
 
 
 class Backend(Protocol):
@@ -50,8 +71,14 @@ class Backend(Protocol):
 
     device: torch.device
 
-    def step(self, optimizer: FusedOptimizer, plan: Plan, request: Request) -> None:
-        """Update parameters, state, loss scale and outcome from the plan's gradients."""
+    def step(self, optimizer: FusedOptimizer, part: Part, request: Request) -> None:
+        """Update parameters, state, loss scale and outcome from the gradients, which are all there are."""
+
+    def gather(self, optimizer: FusedOptimizer, part: Part, request: Request) -> Tensor | None:
+        """The first half, where there are others to agree with: what ``Agreement.reduce`` takes, if that is needed."""
+
+    def apply(self, optimizer: FusedOptimizer, part: Part, request: Request, agreed: Tensor | None) -> None:
+        """The second half: as :meth:`step`, from what was agreed on; None where the norm is not needed."""
 
     def advance(self, loss_scale: Tensor) -> None:
         """End the iteration of a shared loss scale: advance it by the recorded flag, and clear that."""

@@ -13,7 +13,7 @@ from torch import Tensor
 from tritonamp.kernels import table as kernel_table
 
 from ..layout import compute_dtype, layout_of, real_dtype
-from ..plan import Entry, Plan
+from ..plan import Entry, Part
 from ..state import MASTER
 
 if TYPE_CHECKING:
@@ -80,13 +80,13 @@ class Table:
         n_slots: the number of sums that the ranks add up.
     """
 
-    def __init__(self, plan: Plan, variants: Sequence[Variant], n_groups: int) -> None:
-        entries = plan.entries
+    def __init__(self, part: Part, variants: Sequence[Variant], n_groups: int) -> None:
+        entries = part.entries
         numels = np.array([_real_numel(entry.param) for entry in entries], np.int64)
         size = chunk_size(int(numels.sum()))
         chunks = -(-numels // size)
         self.n_chunks = int(chunks.sum())
-        self.n_slots = plan.agreement.slots if plan.agreement.is_needed else 0
+        self.n_slots = part.agreement.slots if part.agreement.is_needed else 0
         self._n_groups = n_groups
 
         at_grads = _AT.HEADER + n_groups * _AT.GROUP
@@ -102,7 +102,7 @@ class Table:
             kind = kinds.index((variant.grad, variant.compute))
             row[_AT.PARAM], row[_AT.NUMEL], row[_AT.STREAM] = entry.param.data_ptr(), numel, entry.stream
             row[_AT.KIND] = variants.index(variant) | kind << 16 | entry.group << 32
-            step, states = plan.state_of(entry)
+            step, states = part.state_of(entry)
             row[_AT.STEP] = 0 if step is None else step.data_ptr()
             row[_AT.STATE : _AT.STATE + len(states)] = [state.data_ptr() for state in states]
             row[_AT.SHARE] = entry.share.slot << 1 | entry.share.counts
@@ -124,7 +124,7 @@ class Table:
             "GRADS": at_grads,
             "ROWS": at_rows,
             "CHUNKS": at_chunks,
-            "N_SUMS": plan.agreement.n_sums if plan.agreement.is_needed else self.n_chunks,
+            "N_SUMS": part.agreement.n_sums if part.agreement.is_needed else self.n_chunks,
             "N_SLOTS": self.n_slots,
         }
 
@@ -142,7 +142,8 @@ class Table:
         for name, word in header.items():
             words[getattr(_AT, name)] = word
         words.view(np.float64)[_AT.SKIP_NORM] = request.skip_norm
-        self._fill_groups(optimizer, words[_AT.HEADER : self._header["GRADS"]].reshape(self._n_groups, _AT.GROUP))
+        rows = words[_AT.HEADER : self._header["GRADS"]].reshape(self._n_groups, _AT.GROUP)
+        self._fill_groups(optimizer, request.lrs, rows)
         # An empty gradient may have no address; that it is there counts its step.
         words[self._header["GRADS"] :] = [0 if grad is None else grad.data_ptr() or 1 for grad in grads]
         if np.array_equal(words, self.words[: self.changing]):
@@ -150,14 +151,13 @@ class Table:
         self.words[: self.changing] = words
         return True
 
-    def _fill_groups(self, optimizer: FusedOptimizer, rows: Words) -> None:
-        reals, device = rows.view(np.float64), optimizer._device()
-        for row, real, group in zip(rows, reals, optimizer.param_groups, strict=True):
-            lr, max_norm = group["lr"], group["max_norm"]
-            if isinstance(lr, Tensor) and lr.dtype in (torch.float32, torch.float64) and lr.device == device:
+    def _fill_groups(self, optimizer: FusedOptimizer, lrs: Sequence[float | Tensor], rows: Words) -> None:
+        for row, real, lr, group in zip(rows, rows.view(np.float64), lrs, optimizer.param_groups, strict=True):
+            max_norm = group["max_norm"]
+            if isinstance(lr, Tensor):
                 row[_AT.LR_ADDRESS], row[_AT.LR_IS_DOUBLE] = lr.data_ptr(), lr.dtype == torch.float64
             else:
-                real[_AT.LR] = float(lr)
+                real[_AT.LR] = lr
             real[_AT.MAX_NORM] = np.inf if max_norm is None else max_norm
             real[_AT.SIGN] = -1.0 if group["maximize"] else 1.0
             row[_AT.SEED] = group.get("rounding_seed", 0)

@@ -8,17 +8,17 @@ so on another device than a CPU it waits for it.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
 
-from ..distributed import WHOLE, Share, like
+from ..distributed import Share, like
 from ..layout import compute_dtype, dense_strides, layout_of, real_dtype
 from ..loss_scale import FOUND_INF as RECORDED_INF
 from ..loss_scale import SCALE, advance
-from ..plan import Entry, Plan
+from ..plan import Entry, Part
 from ..rounding import noise, round_stochastically
 from ..state import MASTER, STOCHASTIC
 from . import CONSECUTIVE_SKIPS, FOUND_INF, GRAD_NORM, PENDING_INF, SKIPPED, SKIPPED_STEPS, Request
@@ -43,58 +43,68 @@ class TorchBackend:
         self._has_wider_grads = False
 
     @torch.no_grad()
-    def step(self, optimizer: FusedOptimizer, plan: Plan, request: Request) -> None:
+    def step(self, optimizer: FusedOptimizer, part: Part, request: Request) -> None:
         """One step; see :class:`~tritonamp.backends.Backend`."""
-        if self._generation != plan.generation:
-            self._part(optimizer, plan)
-        groups = optimizer.param_groups
-        scale = request.loss_scale.tolist() if request.loss_scale is not None else None
-        inv_scale = 1.0 / scale[SCALE] if scale is not None and request.unscale else 1.0
-        if request.grad_scale is not None:
-            inv_scale /= request.grad_scale.item()
-        outcome = request.outcome.tolist()
-
-        norm, found_inf, skip = math.nan, False, False
+        norm = math.nan
         if request.needs_norm:
-            found_inf = outcome[PENDING_INF] != 0
-            if request.found_inf is not None:
-                found_inf = found_inf or request.found_inf.item() != 0
-            norm = self._agreed_norm(plan, inv_scale, found_inf)
-            found_inf = found_inf or not norm < math.inf
+            grads = (grad for _, grad in self._present(optimizer, part))
+            norm = global_norm(list(grads), _inv_scale(request))
+        self._finish(optimizer, part, request, norm)
+
+    @torch.no_grad()
+    def gather(self, optimizer: FusedOptimizer, part: Part, request: Request) -> Tensor | None:
+        """See :class:`~tritonamp.backends.Backend`."""
+        if not request.needs_norm:
+            return None
+        grads: dict[Share, list[Tensor]] = {}
+        for entry, grad in self._present(optimizer, part):
+            grads.setdefault(entry.share._replace(shard=0), []).append(grad)
+        sums = torch.zeros(part.agreement.slots, 2, dtype=torch.float64, device=self.device)
+        sums[0, 1] = math.nan if _was_found(request) else 0.0
+        for share, of_share in grads.items():
+            norm = global_norm(of_share, _inv_scale(request))
+            square = norm * norm if norm < _LARGEST_NORM else _LARGEST_NORM**2 if norm < math.inf else norm
+            sums[share.slot, 0 if share.counts else 1] += square if share.counts else square - square
+        return sums
+
+    @torch.no_grad()
+    def apply(self, optimizer: FusedOptimizer, part: Part, request: Request, agreed: Tensor | None) -> None:
+        """See :class:`~tritonamp.backends.Backend`."""
+        self._finish(optimizer, part, request, math.nan if agreed is None else math.sqrt(float(agreed.sum())))
+
+    def _finish(self, optimizer: FusedOptimizer, part: Part, request: Request, norm: float) -> None:
+        """What follows the norm, which is NaN where it is not needed, or where others have found an inf or NaN."""
+        if self._generation != part.generation:
+            self._sort(optimizer, part)
+        found_inf, skip = False, False
+        if request.needs_norm:
+            found_inf = _was_found(request) or not norm < math.inf
             skip = (found_inf and request.skip_nonfinite) or norm > request.skip_norm
         if not skip:
-            self._update(optimizer, plan, [inv_scale * _clip(group["max_norm"], norm) for group in groups])
-            torch.autograd.graph.increment_version(plan.updated())  # torch's fused kernels do not
+            inv_scale = _inv_scale(request)
+            self._update(optimizer, part, [inv_scale * _clip(g["max_norm"], norm) for g in optimizer.param_groups])
+            torch.autograd.graph.increment_version(part.updated())  # torch's fused kernels do not
 
+        outcome = request.outcome.tolist()
         outcome[GRAD_NORM], outcome[FOUND_INF], outcome[SKIPPED], outcome[PENDING_INF] = norm, found_inf, skip, 0.0
         outcome[SKIPPED_STEPS] += skip
         outcome[CONSECUTIVE_SKIPS] = outcome[CONSECUTIVE_SKIPS] + 1 if skip else 0.0
         request.outcome.copy_(torch.tensor(outcome, dtype=torch.float64, device="cpu"))
-        if scale is not None and request.loss_scale is not None and request.advance:
+        if request.loss_scale is not None and request.advance:
+            scale = request.loss_scale.tolist()
             if request.advance == 1:
                 advance(scale, found_inf)
             else:
                 scale[RECORDED_INF] = max(scale[RECORDED_INF], float(found_inf))
             request.loss_scale.copy_(torch.tensor(scale, dtype=torch.float64, device="cpu"))
 
-    def _agreed_norm(self, plan: Plan, inv_scale: float, found_inf: bool) -> float:
-        """The norm over all ranks; not finite if any of them has found an inf or NaN."""
-        agreement = plan.agreement
-        if not agreement.is_needed and not self._has_wider_grads:
-            return global_norm([grad for grad in plan.grads if grad is not None and grad.numel()], inv_scale)
-        grads: dict[Share, list[Tensor]] = {}
-        for entry, grad in zip(plan.entries, plan.grads, strict=True):
+    def _present(self, optimizer: FusedOptimizer, part: Part) -> Iterator[tuple[Entry, Tensor]]:
+        """Entries that have a gradient with elements, and that as the update will read it."""
+        if self._generation != part.generation:
+            self._sort(optimizer, part)
+        for entry, grad in zip(part.entries, part.grads, strict=True):
             if grad is not None and grad.numel():
-                grads.setdefault(entry.share._replace(shard=0), []).append(_narrowed(grad, compute_dtype(entry.param)))
-        if not agreement.is_needed:
-            return global_norm(grads.get(WHOLE, []), inv_scale)
-        sums = torch.zeros(agreement.slots, 2, dtype=torch.float64, device=self.device)
-        sums[0, 1] = math.nan if found_inf else 0.0
-        for share, of_share in grads.items():
-            norm = global_norm(of_share, inv_scale)
-            square = norm * norm if norm < _LARGEST_NORM else _LARGEST_NORM**2 if norm < math.inf else norm
-            sums[share.slot, 0 if share.counts else 1] += square if share.counts else square - square
-        return math.sqrt(float(agreement.reduce(sums).sum()))
+                yield entry, _narrowed(grad, compute_dtype(entry.param)) if self._has_wider_grads else grad
 
     def advance(self, loss_scale: Tensor) -> None:
         """See :class:`~tritonamp.backends.Backend`."""
@@ -103,34 +113,34 @@ class TorchBackend:
         state[RECORDED_INF] = 0.0
         loss_scale.copy_(torch.tensor(state, dtype=torch.float64, device="cpu"))
 
-    def _update(self, optimizer: FusedOptimizer, plan: Plan, factors: Sequence[float]) -> None:
+    def _update(self, optimizer: FusedOptimizer, part: Part, factors: Sequence[float]) -> None:
         """Apply the rule to every parameter that has a gradient; ``factors`` are the groups'."""
         run_fused, run_plain = _RULES[optimizer._rule]
         plain = self._plain
-        for (number, dtype), part in self._fused.items():
+        for (number, dtype), numbers in self._fused.items():
             if _is_divisor(factors[number], dtype):
-                chosen = [i for i in part if plan.grads[i] is not None]
+                chosen = [i for i in numbers if part.grads[i] is not None]
                 if chosen:
-                    run_fused(optimizer.param_groups[number], plan, chosen, factors[number])
+                    run_fused(optimizer.param_groups[number], part, chosen, factors[number])
             else:
-                plain = plain + part
+                plain = plain + numbers
         for i in plain:
-            grad = plan.grads[i]
+            grad = part.grads[i]
             if grad is not None:
-                entry = plan.entries[i]
-                item = (entry, grad, *plan.state_of(entry))
+                entry = part.entries[i]
+                item = (entry, grad, *part.state_of(entry))
                 _run_plain(run_plain, optimizer.param_groups[entry.group], item, factors[entry.group])
 
-    def _part(self, optimizer: FusedOptimizer, plan: Plan) -> None:
-        """Part the plan's entries, by number, into those that fused kernels take together and all others."""
+    def _sort(self, optimizer: FusedOptimizer, part: Part) -> None:
+        """Sort the entries, by number, into those that fused kernels take together and all others."""
         self._fused, self._plain = {}, []
-        for i, entry in enumerate(plan.entries):
+        for i, entry in enumerate(part.entries):
             if self._can_fuse(entry, optimizer.param_groups[entry.group]):
                 self._fused.setdefault((entry.group, entry.param.dtype), []).append(i)
             else:
                 self._plain.append(i)
-        self._has_wider_grads = any(_is_wider(entry.grad_dtype, compute_dtype(entry.param)) for entry in plan.entries)
-        self._generation = plan.generation
+        self._has_wider_grads = any(_is_wider(entry.grad_dtype, compute_dtype(entry.param)) for entry in part.entries)
+        self._generation = part.generation
 
     def _can_fuse(self, entry: Entry, group: dict[str, Any]) -> bool:
         """Whether torch's fused kernels, which walk flat memory of one dtype, take it."""
@@ -139,6 +149,18 @@ class TorchBackend:
         dtype = entry.param.dtype
         same = dtype == entry.grad_dtype == compute_dtype(entry.param)
         return self.device.type == "cpu" and same and layout_of(entry.param, entry.grad_strides) is None
+
+
+def _inv_scale(request: Request) -> float:
+    """What unscales the gradients: of the own loss scale and of an outer scaler's."""
+    inv_scale = 1.0 / request.loss_scale.tolist()[SCALE] if request.loss_scale is not None and request.unscale else 1.0
+    return inv_scale if request.grad_scale is None else inv_scale / request.grad_scale.item()
+
+
+def _was_found(request: Request) -> bool:
+    """Whether an inf or NaN was seen before this step: by unscaling in place, or by an outer scaler."""
+    flag = 0.0 if request.found_inf is None else request.found_inf.item()
+    return flag != 0 or request.outcome.tolist()[PENDING_INF] != 0
 
 
 def _clip(max_norm: float | None, norm: float) -> float:
@@ -201,28 +223,28 @@ def _divisor(factor: float) -> Tensor | None:
     return None if factor == 1 else torch.full((), divisor, dtype=torch.float32, device="cpu")
 
 
-def _columns(plan: Plan, numbers: Sequence[int]) -> tuple[list[Tensor], list[Tensor], list[list[Tensor]]]:
+def _columns(part: Part, numbers: Sequence[int]) -> tuple[list[Tensor], list[Tensor], list[list[Tensor]]]:
     """Params, grads and states of some entries; the first of the states, where there are any, are step counters."""
-    entries = [plan.entries[i] for i in numbers]
-    grads = [grad for i in numbers if (grad := plan.grads[i]) is not None]
+    entries = [part.entries[i] for i in numbers]
+    grads = [grad for i in numbers if (grad := part.grads[i]) is not None]
     places = [entry.at for entry in entries]
     n_states = 1 + entries[0].n_states if places[0] >= 0 else 0
-    return [entry.param for entry in entries], grads, [[plan.state[at + k] for at in places] for k in range(n_states)]
+    return [entry.param for entry in entries], grads, [[part.state[at + k] for at in places] for k in range(n_states)]
 
 
 def _count(steps: list[Tensor]) -> None:
     torch._foreach_add_(steps, torch.ones((), device="cpu"), alpha=1.0)  # a tensor: faster than a number
 
 
-def _sgd_fused(group: dict[str, Any], plan: Plan, numbers: Sequence[int], factor: float) -> None:
+def _sgd_fused(group: dict[str, Any], part: Part, numbers: Sequence[int], factor: float) -> None:
     has_momentum = group["momentum"] != 0
     # A buffer starts at zero, so that without dampening a first step is like any other.
-    parts = [(numbers, False)]
+    kinds = [(numbers, False)]
     if has_momentum and group["dampening"] != 0:
-        is_first = [bool(plan.state[plan.entries[i].at] == 0) for i in numbers]
-        parts = [([i for i, is_ in zip(numbers, is_first, strict=True) if is_ is kind], kind) for kind in set(is_first)]
-    for part, kind in parts:
-        params, grads, states = _columns(plan, part)
+        is_first = [bool(part.state[part.entries[i].at] == 0) for i in numbers]
+        kinds = [([i for i, is_ in zip(numbers, is_first, strict=True) if is_ is kind], kind) for kind in set(is_first)]
+    for chosen, kind in kinds:
+        params, grads, states = _columns(part, chosen)
         if has_momentum:
             _count(states[0])
         torch._fused_sgd_(
@@ -251,8 +273,8 @@ def _sgd_plain(group: dict[str, Any], p: Tensor, g: Tensor, states: Sequence[Ten
     p.sub_(g, alpha=float(group["lr"]))
 
 
-def _adam_fused(group: dict[str, Any], plan: Plan, numbers: Sequence[int], factor: float) -> None:
-    params, grads, (steps, exp_avgs, exp_avg_sqs) = _columns(plan, numbers)
+def _adam_fused(group: dict[str, Any], part: Part, numbers: Sequence[int], factor: float) -> None:
+    params, grads, (steps, exp_avgs, exp_avg_sqs) = _columns(part, numbers)
     _count(steps)
     beta1, beta2 = map(float, group["betas"])
     fused = torch._fused_adamw_ if group["decoupled_weight_decay"] else torch._fused_adam_

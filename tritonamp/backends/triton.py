@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -20,9 +20,8 @@ from .table import Table, Variant, grad_kinds, variant_of
 from .workspace import Workspace
 
 if TYPE_CHECKING:
-    from ..distributed import Agreement
     from ..optimizer import FusedOptimizer
-    from ..plan import Plan
+    from ..plan import Part
     from . import Request
 
 BLOCK = 512  # elements per program and turn
@@ -55,21 +54,40 @@ class TritonBackend:
         self._launches: dict[Any, _Launch] = {}
         self._is_split = False  # cooperative launches were refused here
 
-    def step(self, optimizer: FusedOptimizer, plan: Plan, request: Request) -> None:
-        """One step; see :class:`~tritonamp.backends.Backend`."""
-        with self._on_device():
-            try:
-                workspace = self._bring_up_to_date(optimizer, plan, request)
-                self._launch_step(workspace, optimizer._rule, plan.agreement, request)
-                workspace.launched()
-            except BaseException:
-                # A barrier's counters are worthless after an aborted launch.
-                self._drop()
-                raise
-        written = [*plan.updated(), request.outcome]
-        if request.loss_scale is not None:
-            written.append(request.loss_scale)
-        torch.autograd.graph.increment_version(written)  # as in-place operations do
+    def step(self, optimizer: FusedOptimizer, part: Part, request: Request) -> None:
+        """One launch, or two where it cannot be one; see :class:`~tritonamp.backends.Backend`."""
+        with self._at_work():
+            workspace, rule = self._bring_up_to_date(optimizer, part, request), optimizer._rule
+            if not request.needs_norm:
+                self._launch_apply(workspace, rule, request, workspace.partials)
+            elif self._is_split or not self._launch_at_once(workspace, rule, request):
+                self._launch_statistics(workspace, rule, request)
+                self._launch_apply(workspace, rule, request, workspace.partials)
+            workspace.launched()
+        _bump_versions(part, request)
+
+    def gather(self, optimizer: FusedOptimizer, part: Part, request: Request) -> Tensor | None:
+        """See :class:`~tritonamp.backends.Backend`."""
+        with self._at_work():
+            workspace = self._bring_up_to_date(optimizer, part, request)
+            if not request.needs_norm:
+                return None
+            self._launch_statistics(workspace, optimizer._rule, request)
+            state = _scale_of(request)
+            sums_kernel[(1,)](
+                workspace.words, workspace.partials, request.outcome, state, workspace.sums, BLOCK=SUMS_BLOCK
+            )
+            workspace.launched()
+            return workspace.sums
+
+    def apply(self, optimizer: FusedOptimizer, part: Part, request: Request, agreed: Tensor | None) -> None:
+        """See :class:`~tritonamp.backends.Backend`."""
+        workspace = self._workspace
+        assert workspace is not None
+        with self._at_work():
+            self._launch_apply(workspace, optimizer._rule, request, workspace.partials if agreed is None else agreed)
+            workspace.launched()
+        _bump_versions(part, request)
 
     def advance(self, loss_scale: Tensor) -> None:
         """See :class:`~tritonamp.backends.Backend`."""
@@ -80,41 +98,52 @@ class TritonBackend:
     def _on_device(self) -> contextlib.AbstractContextManager[Any]:
         return torch.cuda.device(self.device) if self.device.type == "cuda" else contextlib.nullcontext()
 
+    @contextlib.contextmanager
+    def _at_work(self) -> Iterator[None]:
+        """On the device; what the launches work in is dropped when one fails."""
+        with self._on_device():
+            try:
+                yield
+            except BaseException:
+                # A barrier's counters are worthless after an aborted launch.
+                self._drop()
+                raise
+
     def _drop(self) -> None:
         if self._workspace is not None and self._workspace.is_captured:
             self._captured.append(self._workspace)
         self._workspace = None
 
-    def _bring_up_to_date(self, optimizer: FusedOptimizer, plan: Plan, request: Request) -> Workspace:
-        if self._workspace is None or self._generation != plan.generation:
-            variants = {variant_of(entry) for entry in plan.entries} | set(self._variants)
+    def _bring_up_to_date(self, optimizer: FusedOptimizer, part: Part, request: Request) -> Workspace:
+        if self._workspace is None or self._generation != part.generation:
+            variants = {variant_of(entry) for entry in part.entries} | set(self._variants)
             self._variants = tuple(sorted(variants, key=str))
             self._drop()
-            self._workspace = Workspace(Table(plan, self._variants, len(optimizer.param_groups)), self.device)
-            self._generation = plan.generation
+            self._workspace = Workspace(Table(part, self._variants, len(optimizer.param_groups)), self.device)
+            self._generation = part.generation
             self._launches = {}
-        self._workspace.upload(optimizer, plan, request)
+        self._workspace.upload(optimizer, part, request)
         return self._workspace
 
-    def _launch_step(self, workspace: Workspace, rule: str, agreement: Agreement, request: Request) -> None:
-        state = request.outcome if request.loss_scale is None else request.loss_scale
-        work = (workspace.words, workspace.partials, workspace.counters, request.outcome, state)
-        n_chunks = workspace.table.n_chunks
-        if request.needs_norm and not agreement.is_needed and not self._is_split:
-            try:
-                self._launch_of(step_kernel, rule)(n_chunks, *work)
-                return
-            except RuntimeError as error:
-                if not _is_refusal(error):
-                    raise
-                self._is_split = True
-        words, partials, *others = work
-        if request.needs_norm:
-            self._launch_of(statistics_kernel, rule)(n_chunks, words, partials, state)
-            if agreement.is_needed:
-                sums_kernel[(1,)](words, partials, request.outcome, state, workspace.sums, BLOCK=SUMS_BLOCK)
-                partials = agreement.reduce(workspace.sums)
-        self._launch_of(apply_kernel, rule, DECIDE=request.needs_norm)(n_chunks, words, partials, *others)
+    def _launch_at_once(self, workspace: Workspace, rule: str, request: Request) -> bool:
+        """The whole step as one cooperative launch; False where the device refuses that."""
+        work = (workspace.words, workspace.partials, workspace.counters, request.outcome, _scale_of(request))
+        try:
+            self._launch_of(step_kernel, rule)(workspace.table.n_chunks, *work)
+        except RuntimeError as error:
+            if not _is_refusal(error):
+                raise
+            self._is_split = True
+            return False
+        return True
+
+    def _launch_statistics(self, workspace: Workspace, rule: str, request: Request) -> None:
+        launch = self._launch_of(statistics_kernel, rule)
+        launch(workspace.table.n_chunks, workspace.words, workspace.partials, _scale_of(request))
+
+    def _launch_apply(self, workspace: Workspace, rule: str, request: Request, partials: Tensor) -> None:
+        work = (workspace.words, partials, workspace.counters, request.outcome, _scale_of(request))
+        self._launch_of(apply_kernel, rule, DECIDE=request.needs_norm)(workspace.table.n_chunks, *work)
 
     def _launch_of(self, kernel: Any, rule: str, **decide: bool) -> _Launch:
         """The kernel's launch, made once for as long as the variants stay."""
@@ -162,6 +191,19 @@ class _Launch:
             per_program = -(-compiled.n_regs // 8) * 8 * THREADS
             self._programs *= min(self._max_registers // per_program, MAX_RESIDENT)
             self._max_registers = 0
+
+
+def _scale_of(request: Request) -> Tensor:
+    """What kernels take for the loss scale's state; they do not touch it where there is none."""
+    return request.outcome if request.loss_scale is None else request.loss_scale
+
+
+def _bump_versions(part: Part, request: Request) -> None:
+    """Count what was written in autograd's versions, as in-place operations do."""
+    written = [*part.updated(), request.outcome]
+    if request.loss_scale is not None:
+        written.append(request.loss_scale)
+    torch.autograd.graph.increment_version(written)
 
 
 def compile_options(target: Any) -> dict[str, Any]:

@@ -11,7 +11,7 @@ from .table import Table
 
 if TYPE_CHECKING:
     from ..optimizer import FusedOptimizer
-    from ..plan import Plan
+    from ..plan import Part
     from . import Request
 
 
@@ -49,12 +49,12 @@ class Workspace:
             self._done = torch.cuda.Event()
             self._spare: Tensor | None = None
 
-    def upload(self, optimizer: FusedOptimizer, plan: Plan, request: Request) -> None:
+    def upload(self, optimizer: FusedOptimizer, part: Part, request: Request) -> None:
         """Bring the device table up to date, on the current stream: at most one copy."""
         capturing = self._is_cuda and self._order()
         if self._is_cuda and not capturing and self._spare is None:
             self._spare = self._host_words.pin_memory()  # for a capture, in which memory may not be pinned
-        has_changed = self.table.fill(optimizer, plan.grads, request)
+        has_changed = self.table.fill(optimizer, part.grads, request)
         if not self._is_uploaded or capturing or self._captured:
             self._copy(self.words, self._host_words, capturing)
         elif has_changed:
