@@ -109,6 +109,21 @@ def test_what_others_write_to_a_parameter_reaches_its_master_copy(runner: Runner
     assert how != "clamp" or 0 < int(is_kept.sum()) < p.numel()
 
 
+def test_another_master_copy_where_the_old_one_was_follows_its_parameter(runner: Runner) -> None:
+    """As after loading a checkpoint, when the allocator gives the memory of the old state to the new one."""
+    params = make_params([(40,)], torch.bfloat16)
+    optimizer = SGD(params, lr=0.0, master_weights=True, loss_scale=None, backend=runner.backend)
+    for _ in range(2):
+        set_grads(params)
+        optimizer.step()
+    state, before = optimizer.state[params[0]], params[0].detach().clone()
+    state["master_param"] = state["master_param"].detach().fill_(7.0)
+    set_grads(params)
+    optimizer.step()
+    assert torch.equal(params[0], before)
+    assert torch.equal(state["master_param"], before.float())
+
+
 def test_a_step_without_foreign_writes_leaves_the_master_copy_alone(runner: Runner) -> None:
     """In particular, our own step is not taken for a foreign write."""
     params = make_params([(300,)], BF16)

@@ -6,6 +6,7 @@ Each step therefore compares cheaply what it finds with what it found before, an
 
 from __future__ import annotations
 
+import weakref
 from itertools import chain, compress
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -113,7 +114,7 @@ class Plan(Part):
         self._state_facts = Facts(())
         self._parts: list[tuple[Part, list[int]]] = []  # where there are several: with the numbers of their entries
         self._masters: list[int] = []  # numbers of the entries that have a master copy
-        self._versions: dict[int, tuple[int, int]] = {}  # theirs, after the last step
+        self._followed: dict[int, tuple[tuple[int, int], weakref.ref[Tensor]]] = {}  # versions, and master copy
         self._has_shards = False
         self._is_complete = False  # every entry is a plain tensor and has something to do
 
@@ -184,7 +185,14 @@ class Plan(Part):
 
     def updated_masters(self) -> None:
         """To be called after a step: from here on, who else writes to a parameter with a master copy is noticed."""
-        self._versions = {i: _versions(self.entries[i]) for i in self._masters}
+        self._followed = {
+            i: (_versions(entry), weakref.ref(self._master_of(entry)))
+            for i in self._masters
+            if (entry := self.entries[i]).at >= 0
+        }
+
+    def _master_of(self, entry: Entry) -> Tensor:
+        return self.state[entry.at + entry.n_states]
 
     @torch.no_grad()
     def _follow_params(self) -> None:
@@ -194,8 +202,10 @@ class Plan(Part):
         """
         for i in self._masters:
             entry = self.entries[i]
-            if entry.at >= 0 and self._versions.get(i) != _versions(entry):
-                master = self.state_of(entry)[1][-1]
+            if entry.at < 0:
+                continue
+            master, (versions, known) = self._master_of(entry), self._followed.get(i, (None, None))
+            if versions != _versions(entry) or known is None or known() is not master:
                 is_rounding = master.to(entry.param.dtype) == entry.param
                 master.copy_(torch.where(is_rounding, master, entry.param.to(master.dtype)))
 
@@ -241,7 +251,7 @@ class Plan(Part):
         )
 
     def _rebuild(self, optimizer: FusedOptimizer) -> None:
-        self.entries, self._keys, self._versions = [], [], {}
+        self.entries, self._keys, self._followed = [], [], {}
         numbered = [(n, param) for n, group in enumerate(optimizer.param_groups) for param in group["params"]]
         devices = self.devices()
         self.agreement = Agreement(self._owners, optimizer.process_group, len(devices))
