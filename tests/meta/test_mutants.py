@@ -95,12 +95,12 @@ MUTANTS = [
     Mutant(
         "clipping before unscaling",
         ("grad_factors", {"max_norm / (norm + 1e-6)": "max_norm / (norm / inv_scale + 1e-6)"}),
-        ("TorchBackend.step", {'_clip(group["max_norm"], norm)': '_clip(group["max_norm"], norm / inv_scale)'}),
+        ("TorchBackend._finish", {'_clip(g["max_norm"], norm)': '_clip(g["max_norm"], norm / inv_scale)'}),
     ),
     Mutant(
         "no unscaling",
         ("grad_factors", {"coefficient * inv_scale": "coefficient"}),
-        ("TorchBackend.step", {"inv_scale * _clip": "1.0 * _clip"}),
+        ("TorchBackend._finish", {"inv_scale * _clip": "1.0 * _clip"}),
     ),
     Mutant(
         "clip coefficient beyond 1",
@@ -121,7 +121,7 @@ MUTANTS = [
     Mutant(
         "skip ignored",
         ("step_kernel", {"if skip == 0:": "if skip == skip:"}),
-        ("TorchBackend.step", {"if not skip:": "if True:"}),
+        ("TorchBackend._finish", {"if not skip:": "if True:"}),
     ),
     Mutant(
         "step counter advanced on a skip",
@@ -133,8 +133,8 @@ MUTANTS = [
             },
         ),
         (
-            "TorchBackend.step",
-            {"if not skip:": "[plan.state_of(e)[0].add_(int(skip)) for e in plan.entries]\n    if not skip:"},
+            "TorchBackend._finish",
+            {"if not skip:": "[part.state_of(e)[0].add_(int(skip)) for e in part.entries]\n    if not skip:"},
         ),
         message="state 'step'",
     ),

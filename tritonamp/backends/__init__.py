@@ -59,7 +59,6 @@ class Request:
             self,
             outcome=outcome,
             loss_scale=moved(self.loss_scale),
-            advance=0,
             grad_scale=moved(self.grad_scale),
             found_inf=moved(self.found_inf),
             lrs=[lr.to(device) if isinstance(lr, Tensor) else lr for lr in self.lrs],
