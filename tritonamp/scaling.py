@@ -67,10 +67,9 @@ def unscale_grads(params: Iterable[Tensor], inv_scale: Tensor, found_inf: Tensor
         reals = torch.view_as_real(grad) if grad.is_complex() else grad
         grads_like.setdefault((reals.device, reals.dtype), []).append(reals.detach())
     for (device, _), grads in grads_like.items():
-        found = found_inf.to(device)
+        found = torch.zeros(1, dtype=torch.float32, device=device)
         torch._amp_foreach_non_finite_check_and_unscale_(grads, found, inv_scale.to(device))
-        if found is not found_inf:
-            found_inf.copy_(torch.maximum(found_inf, found.to(found_inf.device)))
+        found_inf.copy_(torch.maximum(found_inf, found.to(found_inf.device)))
 
 
 def as_scalar(value: Any, device: torch.device) -> Tensor | None:
