@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import copy
 import dataclasses
 import itertools
-import pickle
 from typing import Any
 
 import pytest
@@ -293,32 +291,3 @@ def test_bits_do_not_depend_on_the_number_of_programs(kernel_runner: Runner, sha
                 results.append([*values(optimizer), optimizer._outcome.clone()])
     for result in results[1:]:
         assert_same_bits(result, results[0])
-
-
-def addresses(optimizer: Any) -> list[int]:
-    return [state["step"].data_ptr() for state in optimizer.state.values()]
-
-
-@pytest.mark.parametrize("how", ["as made", "copied", "loaded", "replaced", "added to", "some without gradients"])
-def test_step_counters_lie_side_by_side(how: str, runner: Runner) -> None:
-    """So that one operation counts them; and count right however they came to be."""
-    params = make_params([(3,), (5,), (), (600,)])
-    opt = tritonamp.AdamW(params[:3], loss_scale=None, backend=runner.backend)
-    set_grads(params)
-    checked_step(opt)
-    if how == "copied":
-        opt = pickle.loads(pickle.dumps(opt))
-    elif how == "loaded":
-        opt.load_state_dict(copy.deepcopy(opt.state_dict()))
-    elif how == "replaced":
-        opt.state[params[1]]["step"] = torch.tensor(7.0)
-    elif how == "added to":
-        opt.add_param_group({"params": params[3:]})
-    params = [param for group in opt.param_groups for param in group["params"]]
-    for _ in range(2):
-        set_grads(params)
-        if how == "some without gradients":
-            params[1].grad = None
-        checked_step(opt)
-    first, *others = addresses(opt)
-    assert others == [first + 4 * (i + 1) for i in range(len(others))]

@@ -17,7 +17,7 @@ from .checks import check
 from .distributed import Agreement, Share, any_sharded, local_grad, local_of
 from .facts import Facts
 from .layout import Strides
-from .state import MASTER, STOCHASTIC, how_kept, pack_steps, prepare_state, state_keys
+from .state import MASTER, STOCHASTIC, how_kept, prepare_state, state_keys
 
 if TYPE_CHECKING:
     from .optimizer import FusedOptimizer
@@ -271,8 +271,6 @@ class Plan(Part):
             stream = position | share.shard << 48
             self.entries.append(Entry(param, number, owner, share, dtype, strides, stream, kept, len(keys), at_or_none))
             at += (1 + len(keys)) * has_state
-        for device in devices:
-            pack_steps([optimizer.state[owner] for owner, _ in keys_of if device_of(local_of(owner)) == device])
         places = {id(param): place for place, param in enumerate(optimizer.state)}
         self._keys = [(places[id(param)], ("step", *keys)) for param, keys in keys_of]
         self._masters = [i for i, entry in enumerate(self.entries) if entry.kept == MASTER]

@@ -57,19 +57,3 @@ def prepare_state(state: dict[str, Any], owner: Tensor, names: Sequence[str]) ->
             part = torch.empty_strided(param.shape, strides, dtype=dtype, device=param.device).copy_(part)
         if part is not local_of(tensor):
             state[name] = like(owner, part)
-
-
-@torch.no_grad()
-def pack_steps(states: Sequence[dict[str, Any]]) -> None:
-    """Make the step counters of one device follow each other in memory, so that one operation can count them all."""
-    steps = [state["step"] for state in states]
-    if not are_packed(steps):
-        packed = torch.stack(steps)
-        for i, state in enumerate(states):
-            state["step"] = packed[i]
-
-
-def are_packed(steps: Sequence[Tensor]) -> bool:
-    """Whether step counters, float32 and 0-dim, follow each other in memory."""
-    addresses = list(map(Tensor.data_ptr, steps))
-    return addresses == [addresses[0] + 4 * i for i in range(len(addresses))]

@@ -20,7 +20,7 @@ from ..loss_scale import FOUND_INF as RECORDED_INF
 from ..loss_scale import SCALE, advance
 from ..plan import Entry, Part
 from ..rounding import noise, round_stochastically
-from ..state import MASTER, STOCHASTIC, are_packed
+from ..state import MASTER, STOCHASTIC
 from . import CONSECUTIVE_SKIPS, FOUND_INF, GRAD_NORM, PENDING_INF, SKIPPED, SKIPPED_STEPS, Request
 from .norm import as_real, global_norm
 
@@ -233,10 +233,7 @@ def _columns(part: Part, numbers: Sequence[int]) -> tuple[list[Tensor], list[Ten
 
 
 def _count(steps: list[Tensor]) -> None:
-    if are_packed(steps):
-        steps[0].as_strided((len(steps),), (1,)).add_(1)
-    else:
-        torch._foreach_add_(steps, torch.ones((), device="cpu"), alpha=1.0)  # a tensor: faster than a number
+    torch._foreach_add_(steps, torch.ones((), device="cpu"), alpha=1.0)  # a tensor: faster than a number
 
 
 def _sgd_fused(group: dict[str, Any], part: Part, numbers: Sequence[int], factor: float) -> None:
