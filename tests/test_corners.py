@@ -163,3 +163,38 @@ def test_an_empty_parameter_has_no_state(runner: Runner) -> None:
     set_grads(params)
     optimizer.step()
     assert optimizer.state[params[0]] and not optimizer.state.get(params[1])
+
+
+@pytest.mark.parametrize("bit", ["conj", "neg"])
+def test_a_lazy_gradient_that_is_not_dense(bit: str, runner: Runner) -> None:
+    """Carried out, it lies elsewhere, and densely."""
+    lazy = torch.randn(30, 40, dtype=torch.complex64)[:, ::2].conj()
+    grad = lazy if bit == "conj" else lazy.imag
+    assert grad.is_conj() or grad.is_neg()
+    param = torch.randn(30, 20, dtype=grad.dtype, requires_grad=True)
+    opt = SGD([param], lr=0.5, momentum=0.9, max_norm=1.0, loss_scale=None, backend=runner.backend)
+    for _ in range(2):
+        param.grad = grad
+        checked_step(opt)
+    param.grad = torch.randn_like(param)
+    checked_step(opt)
+
+
+def test_a_parameter_of_another_shape_with_the_same_strides(runner: Runner) -> None:
+    """In the same memory, with as many elements."""
+    param = torch.nn.Parameter(torch.zeros(32).as_strided((6, 2), (1, 6)))
+    opt = SGD([param], lr=1.0, loss_scale=None, backend=runner.backend)
+    for shape in ((6, 2), (4, 3), (6, 2)):
+        param.data = param.data.as_strided(shape, (1, 6))
+        param.grad = torch.randn(32).as_strided(shape, (1, 6))
+        checked_step(opt)
+
+
+def test_a_sparse_gradient_after_an_expanded_one(runner: Runner) -> None:
+    param = torch.zeros(3, requires_grad=True)
+    opt = SGD([param], lr=1.0, loss_scale=None, backend=runner.backend)
+    param.grad = torch.ones(1).expand(3)
+    checked_step(opt)
+    param.grad = torch.ones(3).to_sparse()
+    with pytest.raises(RuntimeError, match=r"parameter 0 .* has a sparse gradient"):
+        opt.step()

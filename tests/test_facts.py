@@ -41,19 +41,37 @@ def test_a_change_is_seen(change: str) -> None:
     assert known.again([one]).of_each == known.of_each[:1]
 
 
+def test_a_shape_of_as_many_elements_and_the_same_strides_is_another() -> None:
+    memory = torch.zeros(32)
+    known = Facts([memory.as_strided((6, 2), (1, 6))])
+    assert known.again([memory.as_strided((4, 3), (1, 6))]).of_each != known.of_each
+
+
+def test_a_sparse_tensor_is_no_expanded_one() -> None:
+    """Its strides are 0, too."""
+    known = Facts([torch.zeros(1).expand(3)])
+    assert known.again([torch.zeros(3).to_sparse()]).of_each != known.of_each
+
+
+@pytest.mark.parametrize("bit", ["conjugation", "negation"])
+def test_a_lazy_tensor_has_the_strides_that_it_is_going_to_have(bit: str) -> None:
+    lazy = CHANGES[bit](torch.zeros(3, 6, dtype=torch.complex64)[:, ::2])
+    assert Facts([lazy]).of_each[0][-1] == lazy.resolve_conj().resolve_neg().stride() != lazy.stride()
+
+
 def test_what_is_the_same_is_not_looked_at_again() -> None:
     known = Facts([torch.zeros(3)])
     has_guards = hasattr(torch._C._dynamo.guards, "TensorGuards")
     assert (known.again([torch.ones(3)]) is known) == has_guards
 
 
-def test_empty_tensors_and_what_is_put_off_are_known() -> None:
+def test_empty_and_lazy_tensors_are_known() -> None:
     plain, empty = torch.zeros(3, dtype=torch.complex64), torch.zeros(0)
     assert not Facts([plain]).has_empty
     assert Facts([plain, empty]).has_empty
-    assert not Facts([plain, empty]).are_put_off
-    assert Facts([plain, plain.conj()]).are_put_off
-    assert Facts([plain.conj().imag]).are_put_off
+    assert not Facts([plain, empty]).has_lazy
+    assert Facts([plain, plain.conj()]).has_lazy
+    assert Facts([plain.conj().imag]).has_lazy
 
 
 def test_guards_that_take_other_arguments_are_not_used(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -9,27 +9,34 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from .layout import Strides, dense_strides
+
+
+def _strides(tensor: Tensor) -> Strides:
+    return dense_strides(tensor) if tensor.is_conj() or tensor.is_neg() else tensor.stride()
+
 
 class Facts:
-    """Dtype, device, size, strides of some tensors, and whether torch has put off a conjugation or negation of them.
+    """Dtype, device, layout, shape and strides of some tensors, and whether they are lazily conjugated or negated.
 
     The tensors are not kept.
 
     Attributes:
-        of_each: for each of them a tuple, the dtype first and the strides last.
+        of_each: for each of them a tuple, the dtype first and the strides last: where a conjugation or negation is
+            still to be carried out, those of the result.
         has_empty: whether one has no elements.
-        are_put_off: whether a conjugation or negation is put off.
+        has_lazy: whether one has a conj or neg bit.
 
     Raises:
-        RuntimeError, NotImplementedError: for a tensor without strides, like a sparse one.
+        RuntimeError, NotImplementedError: for a tensor that says nothing of strides, as some sparse ones.
     """
 
     def __init__(self, tensors: Sequence[Tensor]) -> None:
-        numels = list(map(Tensor.numel, tensors))
-        put_off = [*map(Tensor.is_conj, tensors)], [*map(Tensor.is_neg, tensors)]
-        dtypes, devices = map(attrgetter("dtype"), tensors), map(attrgetter("device"), tensors)
-        self.of_each = list(zip(dtypes, devices, numels, *put_off, map(Tensor.stride, tensors), strict=True))
-        self.has_empty, self.are_put_off = 0 in numels, any(map(any, put_off))
+        bits = [*map(Tensor.is_conj, tensors)], [*map(Tensor.is_neg, tensors)]
+        self.has_empty, self.has_lazy = 0 in map(Tensor.numel, tensors), any(map(any, bits))
+        strides = map(_strides if self.has_lazy else Tensor.stride, tensors)
+        named = (map(attrgetter(name), tensors) for name in ("dtype", "device", "layout", "shape"))
+        self.of_each = list(zip(*named, *bits, strides, strict=True))
         self._number = len(tensors)
         self._are_alike = _guard(tensors)
 

@@ -145,7 +145,7 @@ class Plan(Part):
         self._owners = [*compress(owners, used)] if self._has_shards else params
         try:
             param_facts, grad_facts = self._param_facts.again(params), self._grad_facts.again(present)
-        except (RuntimeError, NotImplementedError):  # sparse tensors have no strides
+        except (RuntimeError, NotImplementedError):  # a sparse tensor
             check(optimizer, all_params, all_grads, used)
             raise
         ids = list(map(id, self._owners))
@@ -285,8 +285,8 @@ class Plan(Part):
         return part, numbers
 
     def _resolve(self) -> None:
-        """Carry out a conjugation or negation that torch has put off: the kernels read memory as it is."""
-        if self._grad_facts.are_put_off:
+        """Carry out lazy conjugations and negations: the kernels read memory as it is."""
+        if self._grad_facts.has_lazy:
             self.grads = [None if grad is None else grad.resolve_conj().resolve_neg() for grad in self.grads]
 
 
