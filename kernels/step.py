@@ -10,8 +10,8 @@
 5. the last program out writes what the launch changes besides: loss scale, step counters, outcome
 
 ``statistics_kernel`` and ``apply_kernel`` are the two halves, for where a cooperative launch is not to be had, or
-where ranks have to agree in between: on what ``sums_kernel`` makes of the partials. ``apply_kernel`` alone is the
-step when there is nothing to wait for.
+where ranks or devices have to agree in between: on what ``sums_kernel`` makes of the partials. ``apply_kernel`` alone
+is the step when there is nothing to wait for.
 """
 
 import triton
@@ -304,7 +304,7 @@ def statistics_kernel(words, partials, loss_scale, GRADS: tl.constexpr, BLOCK: t
 
 @triton.jit
 def sums_kernel(words, partials, outcome, loss_scale, sums, BLOCK: tl.constexpr):
-    """Between the halves, where ranks have to agree: what each gives. For one program.
+    """Between the halves, where ranks or devices have to agree: what each gives. For one program.
 
     Writes to ``sums``, ``[slots, 2]`` float64: for each slot the sum of the partials that count, unscaled (ranks under
     a scaler of their own may have different scales), and 0, or NaN where there is an inf or NaN besides.
@@ -337,7 +337,7 @@ def apply_kernel(
 ):  # fmt: skip
     """The second half: phases 3 to 5 of :func:`step_kernel`, with the same arguments.
 
-    ``partials`` may be what ranks have agreed on instead: ``[header[N_SUMS]]`` float64.
+    ``partials`` may be what was agreed on instead: ``[header[N_SUMS]]`` float64.
 
     Without ``DECIDE`` nothing was gathered: no norm (NaN), no clipping, no skipping.
     """

@@ -198,3 +198,20 @@ def test_a_sparse_gradient_after_an_expanded_one(runner: Runner) -> None:
     param.grad = torch.ones(3).to_sparse()
     with pytest.raises(RuntimeError, match=r"parameter 0 .* has a sparse gradient"):
         opt.step()
+
+
+def test_groups_that_swap_their_parameters_while_one_is_frozen(runner: Runner) -> None:
+    """As many parameters as before in each, and the same ones to be updated, in the same order."""
+    params = make_params([(3,), (5,)])
+    params[1].requires_grad_(False)
+    opt = SGD(
+        [{"params": [params[0]], "lr": 10.0}, {"params": [params[1]], "lr": 1.0}],
+        loss_scale=None,
+        backend=runner.backend,
+    )
+    for _ in range(2):
+        params[0].grad = torch.ones(3)
+        checked_step(opt)
+    one, other = opt.param_groups
+    one["params"], other["params"] = other["params"], one["params"]
+    checked_step(opt)

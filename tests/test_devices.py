@@ -1,12 +1,14 @@
 """One optimizer whose parameters lie on several devices: one launch for each, one decision.
 
-There is one device here. So tensors are said to lie on others: all the rest, what each device computes, copies, sends
-to the first and takes from there, is as it is between GPUs.
+There is one device here. So parameters are said to lie on others: what each device computes, gives to the first and
+takes from there can be tested so; that it arrives, between real devices, cannot. Unscaling in place goes by where the
+gradients really lie: here all on one.
 """
 
 from __future__ import annotations
 
 import copy
+from typing import Any
 
 import pytest
 import torch
@@ -22,6 +24,7 @@ from problem import (
     values,
 )
 from torch import Tensor
+from torch.overrides import TorchFunctionMode
 
 import tritonamp
 from tritonamp import plan
@@ -223,6 +226,54 @@ def test_a_step_on_several_devices_is_not_captured(
             opt.step()
     assert_same_bits(values(opt), before)
     checked_step(opt)
+
+
+def test_the_first_step_on_a_gpu_behind_a_cpu_is_not_captured(
+    places: Places, runner: Runner, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It would make state."""
+    params = make_params(SHAPES)
+    opt = tritonamp.AdamW(params, loss_scale=None, backend=runner.backend)
+    set_grads(params)
+    with monkeypatch.context() as patch:
+        patch.setattr(plan, "device_of", lambda p: torch.device("cpu" if p is params[0] else "cuda"))
+        patch.setattr(torch.cuda, "is_current_stream_capturing", lambda: True)
+        with pytest.raises(RuntimeError, match="makes state or tables cannot be captured"):
+            opt.step()
+    assert not opt.state
+    checked_step(opt)
+
+
+class Moves(TorchFunctionMode):
+    """Notes which tensors are moved, and where to."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.seen: list[tuple[int, torch.device]] = []
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func is Tensor.to and isinstance(args[1], torch.device):
+            self.seen.append((id(args[0]), args[1]))
+        return func(*args, **(kwargs or {}))
+
+
+def test_what_another_device_needs_is_moved_there(places: Places, runner: Runner) -> None:
+    """Which does not show in the results, where both are the same device."""
+    first, second = torch.device("cpu"), torch.device("cpu", 1)
+    params = places.spread(make_params(SHAPES), 2)
+    lr = torch.tensor(0.5)
+    opt = tritonamp.SGD(params, lr=lr, max_norm=1.0, loss_scale=64.0, backend=runner.backend)
+    set_grads(params, scaled(opt))
+    checked_step(opt)
+    set_grads(params, scaled(opt))
+    with Moves() as moves:
+        opt.step()
+    there = [tensor for tensor, device in moves.seen if device == second]
+    assert {id(lr), id(opt._outcome_state()), id(opt._scale_state())} < set(there)
+    assert len(there) == 4  # and what was agreed on
+    here = [tensor for tensor, device in moves.seen if device == first]
+    assert len(here) >= 3  # each device's sums, and what was agreed on
+    assert there[-1] in here
 
 
 def test_the_norm_does_not_depend_on_where_tensors_lie(runner: Runner, monkeypatch: pytest.MonkeyPatch) -> None:

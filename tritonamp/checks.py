@@ -39,9 +39,9 @@ def check(
 def _check_apart(params: Sequence[Tensor]) -> None:
     """Raise for parameters that share memory: a launch updates all at once."""
     dense = [param for param in params if param.is_contiguous()]
-    spans = sorted((param.data_ptr(), param.data_ptr() + param.nbytes, tuple(param.shape)) for param in dense)
-    for (_, end, shape), (begin, _, other) in pairwise(spans):
-        if begin < end:
+    spans = sorted((str(p.device), p.data_ptr(), p.data_ptr() + p.nbytes, tuple(p.shape)) for p in dense)
+    for (one, _, end, shape), (another, begin, _, other) in pairwise(spans):
+        if one == another and begin < end:
             raise RuntimeError(
                 f"two parameters share memory (shapes {shape} and {other}), and would be updated at once: make the two "
                 "modules use one Parameter"

@@ -1,4 +1,4 @@
-"""What ranks have to agree on: norm, inf and NaN, loss scale; and which of them.
+"""What ranks, and the devices of one, have to agree on: norm, inf and NaN, loss scale; and which of them.
 
 Parameters that are DTensors say by their mesh and placements over which ranks they are sharded; plain tensors say
 nothing, and are taken for this rank's own, or for replicas. Every mesh is one collective: each rank gives the sum of
@@ -96,7 +96,7 @@ WHOLE = Share(0, True, 0)
 
 
 class Agreement:
-    """Among which ranks one optimizer's steps are agreed.
+    """Among which ranks, and whether among several devices, one optimizer's steps are agreed.
 
     Args:
         params: its parameters.
@@ -114,13 +114,13 @@ class Agreement:
         self._groups = [_group_of(meshes[ranks]) for ranks in order]
         self._is_nested = bool(order) and all(set(ranks) <= set(order[-1]) for ranks in order)
         self._process_group = process_group
-        self._is_split = n_devices > 1
+        self._has_devices = n_devices > 1
         self._shares = {id(p): _share(p, 1 + order.index(_ranks(p.device_mesh))) for p in params}
 
     @property
     def is_needed(self) -> bool:
         """Whether there are others to agree with, ranks or devices."""
-        return bool(self._groups) or self._process_group is not None or self._is_split
+        return bool(self._groups) or self._process_group is not None or self._has_devices
 
     @property
     def slots(self) -> int:
@@ -130,8 +130,7 @@ class Agreement:
     @property
     def n_sums(self) -> int:
         """How many numbers it returns."""
-        is_one = self._process_group is not None or self._is_split
-        return 1 if is_one else 2 if self._is_nested else 2 * self.slots
+        return 1 if self._process_group is not None else 2 if self._is_nested else 2 * self.slots
 
     def share(self, param: Tensor) -> Share:
         """This rank's share of a parameter."""
@@ -154,11 +153,10 @@ class Agreement:
             sums[slot, 1] += before / group.size() if is_last and self._is_nested else before - before
             torch.distributed.all_reduce(sums[slot], group=group)
         agreed = sums[-1] if self._is_nested else sums.view(-1)
-        if self.n_sums > 1:
+        if self._process_group is None:
             return agreed
         total = agreed.sum().reshape(1)
-        if self._process_group is not None:
-            torch.distributed.all_reduce(total, group=self._process_group)
+        torch.distributed.all_reduce(total, group=self._process_group)
         return total
 
     def broadcast(self, state: Tensor) -> None:

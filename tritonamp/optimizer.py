@@ -248,11 +248,12 @@ class FusedOptimizer(StepReport):
         """The step, from the gradients that the plan has found."""
         device = self._device()
         if self._plan.is_stale:
-            if device.type == "cuda" and torch.cuda.is_current_stream_capturing():
+            devices = self._plan.devices()
+            if any(each.type == "cuda" for each in devices) and torch.cuda.is_current_stream_capturing():
                 raise RuntimeError(
                     "a step() that makes state or tables cannot be captured in a CUDA graph: run one before"
                 )
-            for each in self._plan.devices():
+            for each in devices:
                 self._devices.on(each)  # which may refuse
         request = self._request(device)
         self._plan.prepare(self)
@@ -347,7 +348,7 @@ class FusedOptimizer(StepReport):
         return chain.from_iterable(group["params"] for group in self.param_groups)
 
     def _device(self) -> torch.device:
-        """Where state lies: with the first parameter that is not frozen."""
+        """Where loss scale and outcome lie: with the first parameter that is not frozen."""
         if self._plan.device is not None:
             return self._plan.device
         used = (param for param in self._params() if param.requires_grad or param.grad is not None)

@@ -56,13 +56,13 @@ def device_of(param: Tensor) -> torch.device:
 
 
 class Part:
-    """The tensors of one launch: those of one optimizer on one device.
+    """The tensors that are updated together: those of one optimizer, on one device.
 
     Attributes:
         entries: one for each parameter that can have a gradient, in the order of the groups.
         grads: their gradients; None where there is nothing to do. Without elements where others hold all of a DTensor.
-        state: step counters and state tensors; ``Entry.at`` says whose.
-        device: the device of all of them; None without parameters.
+        state: step counters and state tensors of the whole plan; ``Entry.at`` says whose.
+        device: where they lie; None without parameters.
         agreement: with which ranks and devices steps are agreed.
         generation: grows whenever anything has changed but the gradients' addresses and presence.
     """
@@ -150,11 +150,14 @@ class Plan(Part):
             raise
         ids = list(map(id, self._owners))
         last_grads = self._last_grads if ids == self._ids else [None] * len(params)
-        is_known = self._found is not None and (
-            (grad_facts is self._grad_facts and has_grad == self._has_grad and ids == self._ids)
-            or grad_facts.of_each == [*compress(last_grads, has_grad)]
-        )
-        if not is_known or self._find(optimizer, params, param_facts) != self._found:
+        are_as_before = grad_facts is self._grad_facts and has_grad == self._has_grad and ids == self._ids
+        is_known = are_as_before or grad_facts.of_each == [*compress(last_grads, has_grad)]
+        if (
+            self._found is None
+            or not is_known
+            or used != self._used
+            or self._find(optimizer, params, param_facts) != self._found
+        ):
             check(optimizer, all_params, all_grads, used)
             self._found = None
             new = iter(grad_facts.of_each)
@@ -163,8 +166,9 @@ class Plan(Part):
         self._param_facts, self._grad_facts, self._has_grad = param_facts, grad_facts, has_grad
         self.device = device_of(params[0]) if params else None
         self.grads = grads
-        self._is_complete = all(has_grad) and not (self._has_shards or param_facts.has_empty)
-        if self._has_shards or param_facts.has_empty:
+        may_be_empty = self._has_shards or param_facts.has_empty
+        self._is_complete = all(has_grad) and not may_be_empty
+        if may_be_empty:
             # An empty part of a DTensor stays: its steps are counted, and another rank has something to do.
             self.grads = [grad if owner.numel() else None for owner, grad in zip(self._owners, grads, strict=True)]
         return optimizer.process_group is not None or any(grad is not None for grad in self.grads)

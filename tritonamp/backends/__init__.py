@@ -48,21 +48,20 @@ class Request:
     lrs: Sequence[float | Tensor]
 
     def on(self, device: torch.device) -> Request:
-        """The same on another device, from where nothing comes back."""
-
-        def moved(tensor: Tensor | None) -> Tensor | None:
-            return None if tensor is None else tensor.to(device, non_blocking=device.type == "cuda", copy=True)
-
-        outcome = moved(self.outcome)
-        assert outcome is not None
+        """The same on another device, from where nothing comes back: what is written there are copies."""
         return replace(
             self,
-            outcome=outcome,
-            loss_scale=moved(self.loss_scale),
-            grad_scale=moved(self.grad_scale),
-            found_inf=moved(self.found_inf),
-            lrs=[lr.to(device) if isinstance(lr, Tensor) else lr for lr in self.lrs],
+            outcome=moved(self.outcome, device, copy=True),
+            loss_scale=None if self.loss_scale is None else moved(self.loss_scale, device, copy=True),
+            grad_scale=None if self.grad_scale is None else moved(self.grad_scale, device),
+            found_inf=None if self.found_inf is None else moved(self.found_inf, device),
+            lrs=[moved(lr, device) if isinstance(lr, Tensor) else lr for lr in self.lrs],
         )
+
+
+def moved(tensor: Tensor, device: torch.device, copy: bool = False) -> Tensor:
+    """On a device; the host waits for the copy only to or from a CPU, whose memory is read or changed at once."""
+    return tensor.to(device, non_blocking=device.type == tensor.device.type, copy=copy)
 
 
 class Backend(Protocol):
@@ -73,7 +72,7 @@ class Backend(Protocol):
     def step(self, optimizer: FusedOptimizer, part: Part, request: Request) -> None:
         """Update parameters, state, loss scale and outcome from the gradients, which are all there are."""
 
-    def gather(self, optimizer: FusedOptimizer, part: Part, request: Request) -> Tensor | None:
+    def local_sums(self, optimizer: FusedOptimizer, part: Part, request: Request) -> Tensor | None:
         """The first half, where there are others to agree with: what ``Agreement.reduce`` takes, if that is needed."""
 
     def apply(self, optimizer: FusedOptimizer, part: Part, request: Request, agreed: Tensor | None) -> None:

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
-from . import Backend, Request, choose_backend
+from . import Backend, Request, choose_backend, moved
 
 if TYPE_CHECKING:
     from ..optimizer import FusedOptimizer
@@ -29,7 +29,7 @@ class Devices:
         """Update parameters, state, loss scale and outcome from the plan's gradients.
 
         With several devices, or ranks: every device gives its sums; the first adds them up, ranks agree on them, and
-        each device decides by the same number. Loss scale and outcome are the first device's; others get a copy.
+        each device decides by the same numbers. Loss scale and outcome are the first device's; others get a copy.
         """
         device = request.outcome.device
         first, *others = plan.parts()
@@ -40,15 +40,16 @@ class Devices:
             raise RuntimeError("a step() on several devices cannot be captured in a CUDA graph")
         work = [(self.on(first.device or device), first, request)]
         work += [(self.on(part.device), part, request.on(part.device)) for part in others if part.device is not None]
-        sums = [backend.gather(optimizer, part, asked) for backend, part, asked in work]
-        agreed = None
+        sums = [backend.local_sums(optimizer, part, asked) for backend, part, asked in work]
+        agreed: list[Tensor | None] = [None] * len(work)
         if request.needs_norm:
-            total, *more = [_moved(of_one, device) for of_one in sums if of_one is not None]
+            total, *more = [moved(of_one, device) for of_one in sums if of_one is not None]
             for of_one in more:
                 total += of_one
-            agreed = plan.agreement.reduce(total)
-        for backend, part, asked in work:
-            backend.apply(optimizer, part, asked, None if agreed is None else _moved(agreed, backend.device))
+            reduced = plan.agreement.reduce(total)
+            agreed = [moved(reduced, backend.device) for backend, _, _ in work]
+        for (backend, part, asked), by in zip(work, agreed, strict=True):
+            backend.apply(optimizer, part, asked, by)
 
     def advance(self, loss_scale: Tensor) -> None:
         """End the iteration of a shared loss scale: advance it by the recorded flag, and clear that."""
@@ -63,8 +64,3 @@ class Devices:
         if device not in self._backends:
             self._backends[device] = choose_backend(self._name, device)
         return self._backends[device]
-
-
-def _moved(tensor: Tensor, device: torch.device) -> Tensor:
-    # Only between GPUs: to a CPU, it would not wait for the copy.
-    return tensor.to(device, non_blocking=device.type == tensor.device.type)

@@ -77,7 +77,7 @@ class Table:
         words: all of it, int64.
         changing: the words at its beginning that may change from step to step.
         n_chunks: the number of chunks.
-        n_slots: the number of sums that the ranks add up.
+        n_slots: the number of pairs of sums that ranks and devices add up; 0 where there are no others.
     """
 
     def __init__(self, part: Part, variants: Sequence[Variant], n_groups: int) -> None:

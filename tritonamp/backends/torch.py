@@ -45,24 +45,23 @@ class TorchBackend:
     @torch.no_grad()
     def step(self, optimizer: FusedOptimizer, part: Part, request: Request) -> None:
         """One step; see :class:`~tritonamp.backends.Backend`."""
-        norm = math.nan
+        inv_scale, norm = _inv_scale(request), math.nan
         if request.needs_norm:
-            grads = (grad for _, grad in self._present(optimizer, part))
-            norm = global_norm(list(grads), _inv_scale(request))
-        self._finish(optimizer, part, request, norm)
+            norm = global_norm([grad for _, grad in self._present(optimizer, part)], inv_scale)
+        self._finish(optimizer, part, request, inv_scale, norm)
 
     @torch.no_grad()
-    def gather(self, optimizer: FusedOptimizer, part: Part, request: Request) -> Tensor | None:
+    def local_sums(self, optimizer: FusedOptimizer, part: Part, request: Request) -> Tensor | None:
         """See :class:`~tritonamp.backends.Backend`."""
         if not request.needs_norm:
             return None
-        grads: dict[Share, list[Tensor]] = {}
+        inv_scale, grads = _inv_scale(request), dict[Share, list[Tensor]]()
         for entry, grad in self._present(optimizer, part):
             grads.setdefault(entry.share._replace(shard=0), []).append(grad)
         sums = torch.zeros(part.agreement.slots, 2, dtype=torch.float64, device=self.device)
         sums[0, 1] = math.nan if _was_found(request) else 0.0
         for share, of_share in grads.items():
-            norm = global_norm(of_share, _inv_scale(request))
+            norm = global_norm(of_share, inv_scale)
             square = norm * norm if norm < _LARGEST_NORM else _LARGEST_NORM**2 if norm < math.inf else norm
             sums[share.slot, 0 if share.counts else 1] += square if share.counts else square - square
         return sums
@@ -70,9 +69,10 @@ class TorchBackend:
     @torch.no_grad()
     def apply(self, optimizer: FusedOptimizer, part: Part, request: Request, agreed: Tensor | None) -> None:
         """See :class:`~tritonamp.backends.Backend`."""
-        self._finish(optimizer, part, request, math.nan if agreed is None else math.sqrt(float(agreed.sum())))
+        norm = math.nan if agreed is None else math.sqrt(float(agreed.sum()))
+        self._finish(optimizer, part, request, _inv_scale(request), norm)
 
-    def _finish(self, optimizer: FusedOptimizer, part: Part, request: Request, norm: float) -> None:
+    def _finish(self, optimizer: FusedOptimizer, part: Part, request: Request, inv_scale: float, norm: float) -> None:
         """What follows the norm, which is NaN where it is not needed, or where others have found an inf or NaN."""
         if self._generation != part.generation:
             self._sort(optimizer, part)
@@ -81,7 +81,6 @@ class TorchBackend:
             found_inf = _was_found(request) or not norm < math.inf
             skip = (found_inf and request.skip_nonfinite) or norm > request.skip_norm
         if not skip:
-            inv_scale = _inv_scale(request)
             self._update(optimizer, part, [inv_scale * _clip(g["max_norm"], norm) for g in optimizer.param_groups])
             torch.autograd.graph.increment_version(part.updated())  # torch's fused kernels do not
 

@@ -66,7 +66,7 @@ class TritonBackend:
             workspace.launched()
         _bump_versions(part, request)
 
-    def gather(self, optimizer: FusedOptimizer, part: Part, request: Request) -> Tensor | None:
+    def local_sums(self, optimizer: FusedOptimizer, part: Part, request: Request) -> Tensor | None:
         """See :class:`~tritonamp.backends.Backend`."""
         with self._at_work():
             workspace = self._bring_up_to_date(optimizer, part, request)
