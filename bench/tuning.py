@@ -88,8 +88,9 @@ def measure(
         for _ in range(2):  # with one program per multiprocessor, then with as many as there is room for
             optimizer.step()
         (compiled,) = (kernel for caches in backend.step_kernel.device_caches.values() for kernel in caches[0].values())
-        (launch,) = optimizer._devices.on(optimizer._device())._launches.values()
-        programs = min(launch._programs, optimizer._devices.on(optimizer._device())._workspace.table.n_chunks)
+        carrier = optimizer._devices.on(optimizer._device())
+        (launch,) = carrier._launches.values()
+        programs = min(launch._programs, carrier._workspace.table.n_chunks)
         seconds = _seconds(optimizer, device, repeat) if device.type == "cuda" else None
     grad, param = (dtype.itemsize for dtype in DTYPES[dtypes])
     moved = (2 * grad + 2 * param + 8 * rule.states) * numel

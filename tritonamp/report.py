@@ -21,7 +21,7 @@ class StepReport(torch.optim.Optimizer):
     _outer_found_inf: Any
 
     def _device(self) -> torch.device:
-        """Where the state lies."""
+        """Where the outcome lies."""
         raise NotImplementedError
 
     @property
