@@ -215,3 +215,17 @@ def test_groups_that_swap_their_parameters_while_one_is_frozen(runner: Runner) -
     one, other = opt.param_groups
     one["params"], other["params"] = other["params"], one["params"]
     checked_step(opt)
+
+
+@pytest.mark.parametrize("bit", ["conj", "neg"])
+def test_a_lazy_parameter_is_refused(bit: str, runner: Runner) -> None:
+    """Its memory does not hold its values; nor does it once a good parameter's data is swapped for such."""
+    plain = torch.zeros(4, dtype=torch.complex64)
+    lazy = plain.conj() if bit == "conj" else plain.conj().imag
+    param = torch.nn.Parameter(lazy.resolve_conj().resolve_neg().clone())
+    opt = SGD([param], loss_scale=None, backend=runner.backend)
+    param.grad = torch.ones_like(param)
+    checked_step(opt)
+    param.data = lazy
+    with pytest.raises(RuntimeError, match=r"parameter 0 .* is lazily conjugated or negated"):
+        opt.step()

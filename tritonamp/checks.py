@@ -55,6 +55,8 @@ def _check_param(which: str, param: Tensor) -> None:
         raise TypeError(f"{which} cannot be optimized: dense tensors of {', '.join(map(str, DTYPES))} can")
     if param.device.type == "meta":
         raise RuntimeError(f"{which} has no data: make the optimizer after the model has got its memory")
+    if param.is_conj() or param.is_neg():
+        raise RuntimeError(f"{which} is lazily conjugated or negated: optimize its resolve_conj().resolve_neg()")
     span = 1
     for stride, size in sorted(zip(param.stride(), param.shape, strict=True)):
         if size > 1 and stride < span:
