@@ -14,9 +14,9 @@ from fake_cuda import FakeCuda, FakeTorch, Stream
 from torch import Tensor
 
 import tritonamp
+from tritonamp import plan
 from tritonamp.backends import triton as triton_backend
 from tritonamp.backends import workspace
-from tritonamp.plan import Plan
 
 RUNNER = KERNEL_RUNNERS[0].chosen(__name__)
 CUDA = torch.device("cuda")
@@ -154,17 +154,10 @@ def test_a_workspace_is_not_made_within_a_capture(gpu: FakeCuda) -> None:
 
 def test_a_step_that_would_make_state_is_refused_within_a_capture(monkeypatch: pytest.MonkeyPatch) -> None:
     """State made in a graph would hold nothing until that is replayed."""
-    look = Plan.look
-
-    def look_on_gpu(self: Plan, optimizer: Any) -> bool:
-        found = look(self, optimizer)
-        self.device = CUDA
-        return found
-
     param = torch.ones(3, requires_grad=True)
     param.grad = torch.ones(3)
     optimizer = tritonamp.AdamW([param], loss_scale=None)
-    monkeypatch.setattr(Plan, "look", look_on_gpu)
+    monkeypatch.setattr(plan, "device_of", lambda param: CUDA)
     monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: True)
     with pytest.raises(RuntimeError, match="cannot be captured in a CUDA graph: run one before"):
         optimizer.step()
