@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from types import SimpleNamespace
 from typing import Any
 
@@ -198,3 +199,55 @@ def test_a_fuse_that_fails_leaves_the_scale_alone() -> None:
     assert not scale._is_shared and held is not None
     optimizer.backward(param.sum())
     checked_step(optimizer)
+
+
+def _abandon_an_iteration(optimizer: Any, params: list[torch.Tensor]) -> None:
+    set_grads(params, scaled(optimizer))
+    optimizer.unscale_()
+    optimizer.zero_grad()
+
+
+def _go_back_to_a_checkpoint_without_it(optimizer: Any, params: list[torch.Tensor]) -> None:
+    checkpoint = copy.deepcopy(optimizer.state_dict())
+    for _ in range(2):
+        set_grads(params, scaled(optimizer))
+        optimizer.step()
+    optimizer.load_state_dict(checkpoint)
+
+
+def _clear_the_state(optimizer: Any, params: list[torch.Tensor]) -> None:
+    set_grads(params, scaled(optimizer))
+    optimizer.step()
+    optimizer.state.clear()
+
+
+@pytest.mark.parametrize("lose", [_abandon_an_iteration, _go_back_to_a_checkpoint_without_it, _clear_the_state])
+@pytest.mark.parametrize(("make", "options"), [(SGD, {"momentum": 0.9}), (AdamW, {})])
+def test_a_gradient_like_an_earlier_one_of_a_parameter_without_state(
+    runner: Runner, make: Any, options: dict[str, Any], lose: Any
+) -> None:
+    """Seen before, it is nothing new; its parameter's state is."""
+    params = make_params([(5,), (3, 4)])
+    optimizer = make(params, loss_scale=4.0, backend=runner.backend, **options)
+    set_grads(params[:1], scaled(optimizer))
+    optimizer.step()
+    lose(optimizer, params)
+    optimizer.zero_grad()
+    set_grads(params[:1], scaled(optimizer))
+    checked_step(optimizer)
+    for _ in range(2):
+        set_grads(params, scaled(optimizer))
+        checked_step(optimizer)
+    assert set(optimizer.state) == set(params)
+
+
+def test_a_parameter_takes_another_shape_while_it_has_no_gradient(runner: Runner) -> None:
+    params = make_params([(4,), (6,)])
+    optimizer = SGD(params, lr=0.1, loss_scale=None, backend=runner.backend)
+    set_grads(params)
+    optimizer.step()
+    params[1].grad = None
+    params[1].data = torch.randn(2, 3)
+    for chosen in (params[:1], params):
+        set_grads(chosen)
+        checked_step(optimizer)

@@ -270,7 +270,11 @@ class Plan(Part):
                 keys_of.append((owner, keys))
             dtype, strides = getattr(owner, "grad_dtype", None) or param.dtype, param.stride()
             if self._last_grads[index] is not None:
-                dtype, *_, strides = self._last_grads[index]
+                last_dtype, shape, *_, last_strides = self._last_grads[index]
+                if shape == param.shape:
+                    dtype, strides = last_dtype, last_strides
+            if needs_state and not has_state and owner.numel():
+                self._last_grads[index] = None  # its next gradient, however familiar, is to make state
             share, at_or_none = self.agreement.share(owner), at if has_state else -1
             stream = position | share.shard << 48
             self.entries.append(Entry(param, number, owner, share, dtype, strides, stream, kept, len(keys), at_or_none))

@@ -47,6 +47,9 @@ SGD_OPTIONS = {**OPTIONS, "momentum": [0.0, 0.9], "dampening": [0.0, 0.5]}
 ADAM_OPTIONS = {**OPTIONS, "betas": [(0.9, 0.999), (0.0, 0.5)], "eps": [1e-8, 1e-3], "amsgrad": [False, True]}
 KINDS = [tritonamp.SGD, tritonamp.Adam, tritonamp.AdamW]
 
+REACHED = st.just(255) | st.integers(0, 7)  # a bit for each parameter
+ENDS = st.sampled_from(["stepped", "stepped", "abandoned"])
+
 picks = st.integers(0, 2**16)  # of one among what there is by then
 scales = st.builds(
     ScaleState,
@@ -200,13 +203,18 @@ class Training(RuleBasedStateMachine):
         self.is_scaled = self.is_unscaled = self.pending = False
 
     @precondition(can_scale)
-    @rule(seed=seeds, exponent=st.integers(-6, 3), overflows=st.booleans())
-    def iteration(self, seed: int, exponent: int, overflows: bool) -> None:
+    @rule(seed=seeds, exponent=st.integers(-6, 3), overflows=st.booleans(), which=REACHED, ends=ENDS)
+    def iteration(self, seed: int, exponent: int, overflows: bool, which: int, ends: str) -> None:
         """All at once: drawn one by one, most sequences would hold hardly a step."""
-        self.backward(seed, exponent, 255)
-        if overflows:
+        self.optimizer.zero_grad()
+        self.backward(seed, exponent, which)
+        if overflows and self.grads():
             self.grads()[-1].view(-1)[-1:] = torch.inf
-        self.checked_step()
+        if ends == "abandoned":
+            self.unscale()
+            self.zero_grad(set_to_none=True)
+        else:
+            self.checked_step()
 
     @precondition(lambda self: not self.is_scaled and self.has_work())
     @rule()
@@ -228,7 +236,7 @@ class Training(RuleBasedStateMachine):
         if not self.is_unscaled:
             self.pending = any(map(is_bad, self.grads()))
         self.optimizer.unscale_()
-        self.is_unscaled = True
+        self.is_unscaled = self.is_unscaled or self.has_work()
         for grad, wanted in zip(self.grads(), want, strict=True):
             torch.testing.assert_close(grad, wanted, rtol=2.0**-22, atol=0.0, equal_nan=True)
 
@@ -249,6 +257,11 @@ class Training(RuleBasedStateMachine):
         param = self.params()[which % len(self.params())]
         torch.manual_seed(seed)
         param.data = torch.randn(param.shape).to(param.dtype)
+
+    @rule(which=picks)
+    def lose_state(self, which: int) -> None:
+        params = self.params()
+        self.optimizer.state.pop(params[which % len(params)], None)
 
     @precondition(lambda self: len(self.optimizer.param_groups) < 3)
     @rule(shape=st.sampled_from(SHAPES), data=st.data(), seed=seeds)
@@ -305,4 +318,4 @@ class Training(RuleBasedStateMachine):
 
 @pytest.mark.parametrize("name", EVERYWHERE)
 def test_any_sequence_of_calls_equals_the_model(name: str) -> None:
-    run_state_machine_as_test(lambda: Training(name), settings=settings(how(name), stateful_step_count=20))
+    run_state_machine_as_test(lambda: Training(name), settings=settings(how(name, 3), stateful_step_count=30))
