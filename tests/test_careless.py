@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 from types import SimpleNamespace
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -13,6 +14,7 @@ from problem import assert_same_bits, checked_step, make_params, scaled, set_gra
 from torch import nn
 
 import tritonamp
+from tritonamp.checks import _check_apart
 
 SGD, AdamW = tritonamp.SGD, tritonamp.AdamW
 
@@ -55,7 +57,15 @@ def test_unscaling_ahead_of_the_gradients_unscales_nothing(runner: Runner) -> No
 
 
 @pytest.mark.parametrize(
-    ("name", "value"), [("weight_decay", None), ("lr", "0.1"), ("lr", torch.ones(2)), ("max_norm", "1"), ("eps", None)]
+    ("name", "value"),
+    [
+        ("weight_decay", None),
+        ("lr", "0.1"),
+        ("lr", torch.ones(2)),
+        ("max_norm", "1"),
+        ("eps", None),
+        ("weight_decay", torch.ones(1)),
+    ],
 )
 def test_an_option_that_is_no_number_changes_nothing(runner: Runner, name: str, value: Any) -> None:
     """In the second group, after the first might have been updated."""
@@ -83,9 +93,15 @@ def test_parameters_that_share_memory_are_refused(runner: Runner) -> None:
     """Tied through .data, or overlapping; tied as one Parameter, or side by side, they are fine."""
     embedding, head = nn.Embedding(6, 4), nn.Linear(4, 6, bias=False)
     head.weight.data = embedding.weight.data
+    encoder, decoder = nn.Linear(6, 4, bias=False), nn.Linear(4, 6, bias=False)
+    decoder.weight.data = encoder.weight.data.t()
     base = torch.randn(64)
     overlapping = [base[:40].requires_grad_(), base[30:].requires_grad_()]
-    for params in ([embedding.weight, head.weight], overlapping):
+    square = base.view(8, 8)
+    crossing = [square[:, :5].requires_grad_(), square[:, 4:].requires_grad_()]
+    far_apart = [base[::3].requires_grad_(), base[1:2].requires_grad_(), base[60:61].requires_grad_()]
+    tied = [embedding.weight, head.weight], [encoder.weight, decoder.weight]
+    for params in (*tied, overlapping, crossing, far_apart):
         optimizer = SGD(params, loss_scale=None, backend=runner.backend)
         set_grads(params)
         with pytest.raises(RuntimeError, match="share memory"):
@@ -96,8 +112,8 @@ def test_parameters_that_share_memory_are_refused(runner: Runner) -> None:
     with pytest.raises(RuntimeError, match=r"share memory \(strides \(2, 1\)\)"):
         optimizer.step()
     head.weight = embedding.weight
-    columns = [base.view(8, 8)[:, ::2].requires_grad_(), base.view(8, 8)[:, 1::2].requires_grad_()]
-    for params in ([embedding.weight], columns):
+    columns = [square[:, ::2].requires_grad_(), square[:, 1::2].requires_grad_()]
+    for params in ([embedding.weight], columns, [encoder.weight]):
         optimizer = SGD(params, loss_scale=None, backend=runner.backend)
         set_grads(params)
         checked_step(optimizer)
@@ -251,3 +267,47 @@ def test_a_parameter_takes_another_shape_while_it_has_no_gradient(runner: Runner
     for chosen in (params[:1], params):
         set_grads(chosen)
         checked_step(optimizer)
+
+
+@pytest.mark.parametrize("kind", ["fused", "plain"])
+def test_one_gradient_of_two_parameters_is_unscaled_and_clipped_once(runner: Runner, kind: str) -> None:
+    """``torch.autograd.grad`` returns one tensor for both terms of a sum."""
+    options: dict[str, Any] = {"amsgrad": True} if kind == "plain" else {}
+    params = make_params([(4,), (4,)])
+    optimizer = AdamW(params, max_norm=1.0, loss_scale=1024.0, backend=runner.backend, **options)
+    loss = optimizer.scale(((params[0] + params[1]) ** 2).sum())
+    params[0].grad, params[1].grad = torch.autograd.grad(loss, params)
+    assert params[0].grad is params[1].grad
+    checked_step(optimizer)
+
+
+def test_one_gradient_of_two_parameters_is_unscaled_in_place_once(runner: Runner) -> None:
+    params = make_params([(4,), (4,)])
+    optimizer = SGD(params, loss_scale=4.0, backend=runner.backend)
+    scaled(optimizer)
+    params[0].grad = params[1].grad = torch.full((4,), 8.0)
+    optimizer.unscale_()
+    assert all(bool((param.grad == 2.0).all()) for param in params)
+
+
+def test_autograd_notices_that_a_gradient_was_unscaled() -> None:
+    """As after ``clip_grad_norm_``; torch's fused kernels do not count it."""
+    (param,) = make_params([(4,)])
+    optimizer = AdamW([param], max_norm=1e-3, loss_scale=None, backend="torch")
+    set_grads([param])
+    weight = torch.ones(4, requires_grad=True)
+    assert param.grad is not None
+    product = (weight * param.grad).sum()
+    optimizer.step()
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        product.backward()
+
+
+def test_parameters_at_one_address_of_two_devices_are_apart() -> None:
+    params = [torch.ones(4), mock.Mock(device=torch.device("cuda"), shape=(4,), nbytes=16)]
+    params[1].data_ptr.return_value = params[0].data_ptr()
+    _check_apart(params)
+    params[1].device = torch.device("cpu")
+    params[1].stride.return_value, params[1].element_size.return_value = (1,), 4
+    with pytest.raises(RuntimeError, match="share memory"):
+        _check_apart(params)

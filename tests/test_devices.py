@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import copy
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -24,10 +25,12 @@ from problem import (
     values,
 )
 from torch import Tensor
+from torch._subclasses import FakeTensorMode
 from torch.overrides import TorchFunctionMode
 
 import tritonamp
 from tritonamp import plan
+from tritonamp.backends import moved
 
 SHAPES = [(7,), (600,), (0,), (), (3, 171), (1030,)]
 
@@ -274,6 +277,35 @@ def test_what_another_device_needs_is_moved_there(places: Places, runner: Runner
     here = [tensor for tensor, device in moves.seen if device == first]
     assert len(here) >= 3  # each device's sums, and what was agreed on
     assert there[-1] in here
+
+
+@pytest.mark.parametrize(("device", "waits"), [(torch.device("cpu", 1), False), (torch.device("meta"), True)], ids=str)
+def test_the_host_waits_for_a_copy_to_another_kind_of_device(device: torch.device, waits: bool) -> None:
+    """It might read or overwrite its own memory too early."""
+    tensor = mock.Mock(device=torch.device("cpu"))
+    moved(tensor, device)
+    tensor.to.assert_called_once_with(device, non_blocking=not waits, copy=False)
+
+
+def test_a_checkpoint_takes_step_counters_from_every_device() -> None:
+    with FakeTensorMode(allow_non_fake_inputs=True):
+        params = make_params([(3,), (3,)])
+        opt = tritonamp.SGD(params, momentum=0.9, loss_scale=None)
+        for i, param in enumerate(params):
+            opt.state[param] = {"step": torch.ones((), device=f"cuda:{i}"), "momentum_buffer": torch.ones(3)}
+        assert [list(state) for state in opt.state_dict()["state"].values()] == [["momentum_buffer"]] * 2
+
+
+@pytest.mark.parametrize("max_norm", [None, 1.0])
+def test_a_norm_whose_square_has_no_sum_is_an_overflow(max_norm: float | None, places: Places, runner: Runner) -> None:
+    params = places.spread(make_params([(2,), (2,)], torch.float64), 2)
+    opt = tritonamp.SGD(params, max_norm=max_norm, loss_scale=None, backend=runner.backend)
+    before = values(opt)
+    for param in params:
+        param.grad = torch.full((2,), 1e200, dtype=torch.float64)
+    opt.step()
+    assert opt.step_was_skipped
+    assert_same_bits(values(opt), before)
 
 
 def test_the_norm_does_not_depend_on_where_tensors_lie(runner: Runner, monkeypatch: pytest.MonkeyPatch) -> None:

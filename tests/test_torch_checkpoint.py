@@ -15,7 +15,7 @@ import pytest
 import torch
 import torch.distributed.checkpoint as dcp
 from conftest import Runner
-from problem import assert_same_bits
+from problem import assert_same_bits, values
 from torch import Tensor, nn
 from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner
 from torch.distributed.checkpoint.state_dict import (
@@ -206,3 +206,23 @@ def test_torch_and_ours_take_over_from_each_other(
     for ours, theirs in zip(numbers(second), numbers(first), strict=True):
         assert all(ours[key] == theirs[key] for key in OPTIONS[name] | {"lr": 0.0, "maximize": False})
     second.expect(2)
+
+
+def test_an_adamw_stays_one_when_it_takes_over_from_an_adam(runner: Runner) -> None:
+    adam, ours = Pair("Adam", None), Pair("AdamW", runner)
+    adam.train(1.0)
+    ours.optimizer.load_state_dict(adam.optimizer.state_dict())
+    assert all(group["decoupled_weight_decay"] for group in ours.optimizer.param_groups)
+
+
+@pytest.mark.parametrize("key", ["exp_avg", "exp_avg_sq"])
+def test_a_checkpoint_that_counts_steps_but_lacks_a_moment_is_refused(key: str, runner: Runner) -> None:
+    """Zeros with a large step counter would make the next steps far too large."""
+    ours = Pair("AdamW", runner)
+    ours.train(1.0, 2.0)
+    checkpoint = copy.deepcopy(ours.optimizer.state_dict())
+    del checkpoint["state"][0][key]
+    before = values(ours.optimizer)
+    with pytest.raises(ValueError, match=f"counts 2 steps, but has no state '{key}'"):
+        ours.optimizer.load_state_dict(checkpoint)
+    assert_same_bits(values(ours.optimizer), before)

@@ -38,6 +38,7 @@ class Adam(FusedOptimizer):
 
     _rule: ClassVar[str] = "ADAM"
     _numbers: ClassVar[tuple[str, ...]] = ("lr", "weight_decay", "eps")
+    _inseparable: ClassVar[tuple[str, ...]] = ("exp_avg", "exp_avg_sq")
 
     def __init__(
         self,
@@ -157,3 +158,9 @@ class AdamW(Adam):
             process_group=process_group,
             backend=backend,
         )
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        """As torch's: whatever is loaded, an Adam's checkpoint too, its weight decay is decoupled."""
+        super().__setstate__(state)
+        for group in self.param_groups:
+            group["decoupled_weight_decay"] = True

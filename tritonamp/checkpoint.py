@@ -32,8 +32,13 @@ def loss_scale_of(state_dict: Mapping[str, Any]) -> dict[str, Any] | None:
     return next((numbers for numbers in scales if numbers is not None), None)
 
 
-def check(groups: Sequence[Group], state_dict: Mapping[str, Any]) -> None:
+def check(groups: Sequence[Group], state_dict: Mapping[str, Any], inseparable: Sequence[str]) -> None:
     """Raise for state or a loss scale that does not fit; torch checks the groups.
+
+    Args:
+        groups: the live ones.
+        state_dict: the checkpoint.
+        inseparable: keys of state that has to be there once steps have been counted.
 
     Raises:
         ValueError, TypeError: naming what is wrong.
@@ -45,6 +50,9 @@ def check(groups: Sequence[Group], state_dict: Mapping[str, Any]) -> None:
         step = state.get("step", 0)
         if not (step.numel() == 1 if isinstance(step, Tensor) else isinstance(step, (int, float))):
             raise ValueError(f"the checkpoint's state 'step' must be a number, got {step!r}")
+        for key in inseparable:
+            if float(step) > 0 and state.get(key) is None:
+                raise ValueError(f"the checkpoint counts {float(step):g} steps, but has no state {key!r}")
         for key in _STATE:
             value = state.get(key)
             if value is not None and (not isinstance(value, Tensor) or value.layout != torch.strided):

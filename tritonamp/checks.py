@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from itertools import compress, pairwise
+from itertools import compress
 from typing import TYPE_CHECKING
 
+import numpy as np
 import torch
 from torch import Tensor
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
@@ -37,15 +38,40 @@ def check(
 
 
 def _check_apart(params: Sequence[Tensor]) -> None:
-    """Raise for parameters that share memory: a launch updates all at once."""
-    dense = [param for param in params if param.is_contiguous()]
-    spans = sorted((str(p.device), p.data_ptr(), p.data_ptr() + p.nbytes, tuple(p.shape)) for p in dense)
-    for (one, _, end, shape), (another, begin, _, other) in pairwise(spans):
-        if one == another and begin < end:
-            raise RuntimeError(
-                f"two parameters share memory (shapes {shape} and {other}), and would be updated at once: make the two "
-                "modules use one Parameter"
-            )
+    """Raise for parameters that share memory: a launch updates all at once. Views of one another's gaps do not."""
+    spans = sorted((str(param.device), param.data_ptr(), _extent(param), i) for i, param in enumerate(params))
+    before: list[tuple[str, int, Tensor]] = []  # those that end beyond the next one's begin
+    for device, begin, extent, i in spans:
+        before = [(where, end, param) for where, end, param in before if where == device and end > begin]
+        for _, _, param in before:
+            if np.shares_memory(_Memory(param), _Memory(params[i])):
+                raise RuntimeError(
+                    f"two parameters share memory (shapes {tuple(param.shape)} and {tuple(params[i].shape)}), and "
+                    "would be updated at once: make the two modules use one Parameter"
+                )
+        before.append((device, begin + extent, params[i]))
+
+
+def _extent(tensor: Tensor) -> int:
+    """Bytes from a tensor's first element to the end of its last."""
+    if tensor.is_contiguous():
+        return tensor.nbytes
+    last = sum((size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True))
+    return (last + 1) * tensor.element_size()
+
+
+class _Memory:
+    """Where a tensor's elements lie, as NumPy takes it; on any device, since nothing is read."""
+
+    def __init__(self, tensor: Tensor) -> None:
+        size = tensor.element_size()
+        self.__array_interface__ = {
+            "version": 3,
+            "data": (tensor.data_ptr(), False),
+            "typestr": f"|V{size}",
+            "shape": tuple(tensor.shape),
+            "strides": tuple(stride * size for stride in tensor.stride()),
+        }
 
 
 def _check_param(which: str, param: Tensor) -> None:

@@ -63,7 +63,7 @@ def fuse(
     its scale does not move any more. For several optimizers under one scaler, pass one :class:`LossScale` for all,
     or none and keep the scaler, as :class:`~tritonamp.GradScaler`.
 
-    Gradients may be there, and are accumulated on.
+    Gradients may be there, and are accumulated on: ``step()`` asks for one more loss to be scaled first.
 
     Raises:
         TypeError: for any other optimizer or scaler, one derived with methods of its own included; for options that

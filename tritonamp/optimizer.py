@@ -69,6 +69,7 @@ class FusedOptimizer(StepReport):
     _step_supports_amp_scaling = True  # torch.amp.GradScaler hands its scale and flag to step()
     _rule: ClassVar[str]
     _numbers: ClassVar[tuple[str, ...]]  # the options that are numbers, max_norm apart
+    _inseparable: ClassVar[tuple[str, ...]] = ()  # state that has to be there once steps have been counted
 
     def __init__(
         self,
@@ -151,6 +152,8 @@ class FusedOptimizer(StepReport):
             )
         for name in self._numbers:
             check_number(name, group[name])
+            if name != "lr" and isinstance(group[name], Tensor) and group[name].dim():
+                raise ValueError(f"{name} must be a number, got a tensor of shape {tuple(group[name].shape)}")
         check_max_norm(group["max_norm"])
         seed = group.get("rounding_seed", 0)
         if type(seed) is not int or not 0 <= seed < 2**63:
@@ -284,7 +287,10 @@ class FusedOptimizer(StepReport):
                 )
             return None
         if scale._is_shared and self in scale._recorded:
-            raise RuntimeError("second step() on a shared loss scale in one iteration: call loss_scale.update() first")
+            raise RuntimeError(
+                f"second step() in one iteration on a loss scale that {len(scale._optimizers)} optimizers share: call "
+                "loss_scale.update() first; or let go of the others, if they are no longer used"
+            )
         return scale
 
     def _waits_for_others(self) -> bool:
@@ -416,7 +422,7 @@ class FusedOptimizer(StepReport):
             self._loading = None
 
     def _before_load(self, state_dict: dict[str, Any]) -> None:
-        checkpoint.check(self.param_groups, state_dict)
+        checkpoint.check(self.param_groups, state_dict, self._inseparable)
         self._loading = state_dict
 
     def _take_loaded(self, state_dict: dict[str, Any]) -> None:

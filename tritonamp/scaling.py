@@ -54,10 +54,15 @@ def unscale_grads(params: Iterable[Tensor], inv_scale: Tensor, found_inf: Tensor
         found_inf: ``[1]`` float32.
     """
     grads_like: dict[tuple[torch.device, torch.dtype], list[Tensor]] = {}
+    seen = set()
     for param in params:
         grad = local_of(param.grad)
         if grad is None:
             continue
+        if id(param.grad) in seen:  # two parameters' gradient
+            grad = grad.clone()
+            param.grad = like(param, grad)
+        seen.add(id(param.grad))
         if grad.is_conj() or grad.is_neg():
             grad = grad.resolve_conj().resolve_neg()
             param.grad = like(param, grad)

@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any, ClassVar
 
-import torch
 from torch import Tensor
 from torch.optim.optimizer import ParamsT
 
@@ -100,17 +99,16 @@ class SGD(FusedOptimizer):
             state.setdefault("step", 1.0)  # a loaded buffer counts as seeded
 
     def state_dict(self) -> dict[str, Any]:
-        """As torch's: a momentum buffer per parameter, once an applied step has seeded it. Waits for the device.
+        """As torch's: a momentum buffer per parameter, once an applied step has seeded it. With dampening it waits.
 
         Without dampening a buffer of zeros does as well, and what is there does not depend on skipped steps.
         """
         state_dict = super().state_dict()
         # The count of steps is ours alone: which buffers are seeded is known on the device only. Stochastic rounding
         # takes its random numbers by it.
-        steps = {number: state["step"] for number, state in state_dict["state"].items() if "step" in state}
-        counts = torch.stack(list(steps.values())).tolist() if steps else []
         dampened = {n for group in state_dict["param_groups"] if group["dampening"] != 0 for n in group["params"]}
-        unseeded = {number for number, count in zip(steps, counts, strict=True) if count == 0} & dampened
+        states = state_dict["state"].items()
+        unseeded = {n for n, state in states if n in dampened and "step" in state and float(state["step"]) == 0}
         dropped = set() if self.rounding == "stochastic" else {"step"}
         state = {
             number: {
@@ -118,6 +116,6 @@ class SGD(FusedOptimizer):
                 for key, value in of_param.items()
                 if key not in dropped and not (key == "momentum_buffer" and number in unseeded)
             }
-            for number, of_param in state_dict["state"].items()
+            for number, of_param in states
         }
         return {**state_dict, "state": {number: of_param for number, of_param in state.items() if of_param}}

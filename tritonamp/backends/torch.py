@@ -27,7 +27,7 @@ from .norm import as_real, global_norm
 if TYPE_CHECKING:
     from ..optimizer import FusedOptimizer
 
-_LARGEST_NORM = 2.0**450  # of what one rank adds: finite float64 gradients are no overflow
+_LARGEST_NORM = 2.0**450  # of what a rank or device adds: squares of larger ones, of float64 gradients, have no sum
 
 Item = tuple[Entry, Tensor, Tensor | None, list[Tensor]]  # a parameter, its gradient, step counter and state
 
@@ -62,7 +62,7 @@ class TorchBackend:
         sums[0, 1] = math.nan if _was_found(request) else 0.0
         for share, of_share in grads.items():
             norm = global_norm(of_share, inv_scale)
-            square = norm * norm if norm < _LARGEST_NORM else _LARGEST_NORM**2 if norm < math.inf else norm
+            square = math.inf if norm >= _LARGEST_NORM else norm * norm
             sums[share.slot, 0 if share.counts else 1] += square if share.counts else square - square
         return sums
 
@@ -116,11 +116,16 @@ class TorchBackend:
         """Apply the rule to every parameter that has a gradient; ``factors`` are the groups'."""
         run_fused, run_plain = _RULES[optimizer._rule]
         plain = self._plain
+        if any(factor != 1 for factor in factors):
+            _separate_grads(part)
         for (number, dtype), numbers in self._fused.items():
             if _is_divisor(factors[number], dtype):
                 chosen = [i for i in numbers if part.grads[i] is not None]
                 if chosen:
                     run_fused(optimizer.param_groups[number], part, chosen, factors[number])
+                    if factors[number] != 1:
+                        divided = (part.grads[i] for i in chosen)
+                        torch.autograd.graph.increment_version([g for g in divided if g is not None])
             else:
                 plain = plain + numbers
         for i in plain:
@@ -185,6 +190,18 @@ def _narrowed(grad: Tensor, compute: torch.dtype) -> Tensor:
 def _is_divisor(factor: float, dtype: torch.dtype) -> bool:
     """Whether the fused kernels can divide by the factor's reciprocal, which they take in float32."""
     return factor == 1 or (dtype == torch.float32 and (factor == 0 or 2.0**-126 <= factor <= 2.0**126))
+
+
+def _separate_grads(part: Part) -> None:
+    """Give every parameter a gradient of its own: each is going to be unscaled and clipped in place."""
+    if len(set(map(id, part.grads))) == len(part.grads):
+        return
+    seen = set()
+    for i, (entry, grad) in enumerate(zip(part.entries, part.grads, strict=True)):
+        if grad is not None and id(grad) in seen:
+            part.grads[i] = grad = grad.clone()
+            entry.owner.grad = like(entry.owner, grad)
+        seen.add(id(grad))
 
 
 def _run_plain(
