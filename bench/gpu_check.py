@@ -180,17 +180,20 @@ def agreed_steps_equal_the_oracle(setting: Setting) -> None:
 
 
 def steps_on_two_devices_equal_the_oracle(setting: Setting) -> None:
-    """The first parameters on the device, every other one on a second GPU, or on the CPU where there is none."""
+    """Every other parameter on a second GPU, or on the CPU where there is none; a checkpoint in between."""
     other = torch.device("cuda", 1) if torch.cuda.device_count() > 1 else torch.device("cpu")
-    params = [param.detach().to([setting.device, other][i % 2]) for i, param in enumerate(make_params(setting))]
-    optimizer = tritonamp.AdamW([param.requires_grad_() for param in params], max_norm=1.0, loss_scale="dynamic")
-    for number in range(4):
-        set_grads(params, scaled(optimizer) * 0.01)
-        if number in (1, 2):
-            params[number].grad.view(-1)[-1] = torch.inf  # type: ignore[union-attr]
-        expected = expect(optimizer)
-        optimizer.step()
-        expected.check()
+    for rule, options in OPTIMIZERS:
+        params = [param.detach().to([setting.device, other][i % 2]) for i, param in enumerate(make_params(setting))]
+        optimizer = rule([p.requires_grad_() for p in params], max_norm=1.0, loss_scale="dynamic", **options)
+        for number in range(5):
+            set_grads(params, scaled(optimizer) * 0.01)
+            if number in (1, 2):
+                params[number].grad.view(-1)[-1] = torch.inf  # type: ignore[union-attr]
+            expected = expect(optimizer)
+            optimizer.step()
+            expected.check()
+            if number == 3:
+                optimizer.load_state_dict(optimizer.state_dict())
 
 
 def large_steps_equal_the_oracle(setting: Setting) -> None:

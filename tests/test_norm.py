@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import math
+import operator
+from itertools import compress
 
 import pytest
 import torch
@@ -11,6 +13,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from tritonamp.backends import norm
+from tritonamp.layout import layout_of
 from tritonamp.testing.oracle import NORM_ERROR
 
 DTYPES = [torch.float32, torch.bfloat16, torch.float16, torch.float64, torch.complex64]
@@ -19,6 +22,11 @@ DTYPES = [torch.float32, torch.bfloat16, torch.float16, torch.float64, torch.com
 def exact(grads: list[Tensor]) -> float:
     reals = [norm.as_real(grad).double().flatten() for grad in grads]
     return math.sqrt(math.fsum(float(x.square().sum()) for x in reals))
+
+
+def sorted_out(grads: list[Tensor]) -> tuple[list[Tensor], list[Tensor]]:
+    is_flat = [grad.dtype == torch.float32 and layout_of(grad, grad.stride()) is None for grad in grads]
+    return [*compress(grads, is_flat)], [*compress(grads, map(operator.not_, is_flat))]
 
 
 @given(
@@ -37,7 +45,8 @@ def test_the_norm_of_tensors_around_the_block_size(drawn: list[tuple[int, torch.
         grads.append(grad[::2] if is_strided else grad[:numel])
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(norm, "_BLOCK", 64)
-        found = norm.global_norm(grads, 1.0)
+        patch.setattr(norm, "_GATHERED", 256)
+        found = norm.global_norm(*sorted_out(grads), 1.0)
     assert found == pytest.approx(exact(grads), rel=NORM_ERROR)
 
 
@@ -50,4 +59,11 @@ def test_the_norm_of_large_tensors(dtype: torch.dtype, beyond: int) -> None:
         sizes.append(16 * norm._BLOCK + beyond)
     grads = [(torch.arange(size) % 8 == 0).to(dtype) for size in sizes]
     count = sum(math.ceil(size / 8) for size in sizes)
-    assert norm.global_norm(grads, 1.0) == pytest.approx(math.sqrt(count), rel=1e-9)
+    assert norm.global_norm(*sorted_out(grads), 1.0) == pytest.approx(math.sqrt(count), rel=1e-9)
+
+
+@pytest.mark.parametrize("size", [9, 600])
+def test_a_dense_tensor_in_another_order_is_flat_memory(size: int) -> None:
+    grad = torch.arange(4.0 * size * size).view(2, 2, size, size).contiguous(memory_format=torch.channels_last)
+    flat, others = sorted_out([grad])
+    assert not others and norm.global_norm(flat, [], 1.0) == pytest.approx(exact([grad]), rel=NORM_ERROR)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 
 import torch
 from torch import Tensor
@@ -13,7 +13,8 @@ from torch._utils import _flatten_dense_tensors  # one operator, where `cat` of 
 # Elements whose squares are added in float32. torch's norm of rows adds in vectors of 4 or 8 lanes, then lane by lane:
 # at most 8 + 3 or 4 + 7 roundings of 2**-24, half of which reach the norm, and one more of its root: 3.9e-7.
 _ROW = 32
-_BLOCK = 1 << 18  # elements taken at a time: small tensors together, large ones of other dtypes in parts
+_BLOCK = 1 << 18  # elements of a large tensor, which is taken alone; one of another dtype in parts of that size
+_GATHERED = 1 << 19  # elements of small tensors taken together
 _SAFE = 2.0**-100  # mean square that no square too small for float32 can matter to
 _FLOAT32_LIMIT = 2.0**128 - 2.0**103  # what is not below it rounds to inf
 
@@ -23,41 +24,38 @@ def as_real(tensor: Tensor) -> Tensor:
     return torch.view_as_real(tensor) if tensor.is_complex() else tensor
 
 
-def global_norm(grads: Sequence[Tensor], inv_scale: float) -> float:
-    """L2 norm of the unscaled gradients; inf or NaN if one is, as read or after unscaling."""
-    total = math.inf
-    fast, others = _part(grads, lambda grad: grad.dtype == torch.float32 and grad.is_cpu and grad.is_contiguous())
-    if fast:
-        total = _sum_in_rows(fast)
-    if _SAFE * sum(map(Tensor.numel, fast)) <= total < math.inf:
+def global_norm(flat: Sequence[Tensor], others: Sequence[Tensor], inv_scale: float) -> float:
+    """L2 norm of the unscaled gradients; inf or NaN if one is, as read or after unscaling.
+
+    Args:
+        flat: those of float32 in dense memory of the CPU, in any order of dimensions; these are fast.
+        others: all others.
+        inv_scale: what unscales them.
+    """
+    total = _sum_in_rows(flat) if flat else math.inf
+    if _SAFE * sum(map(Tensor.numel, flat)) <= total < math.inf:
         if others:
             total += _sum_in_float64(others)
     else:
-        total = _sum_in_float64(grads)
+        total = _sum_in_float64([*flat, *others])
     norm = math.sqrt(total) * inv_scale
     if not norm < math.inf or inv_scale > 1:
-        return _careful_norm(grads, inv_scale, norm)
+        return _careful_norm([*flat, *others], inv_scale, norm)
     return norm
 
 
-def _part(tensors: Sequence[Tensor], test: Callable[[Tensor], bool]) -> tuple[list[Tensor], list[Tensor]]:
-    """Those that pass the test, and the others."""
-    passed: tuple[list[Tensor], list[Tensor]] = [], []
-    for tensor in tensors:
-        passed[not test(tensor)].append(tensor)
-    return passed
-
-
 def _sum_in_rows(grads: Sequence[Tensor]) -> float:
-    """Sum of squares of float32 tensors: in float32 within a row, in float64 over the rows."""
+    """Sum of squares of dense float32 tensors: in float32 within a row, in float64 over the rows."""
     total, few, size = 0.0, [], 0
     for grad in grads:
+        if not grad.is_contiguous():
+            grad = grad.as_strided((grad.numel(),), (1,))
         if grad.numel() >= _BLOCK:
             total += sum(map(_sum_of_flat, grad.view(-1).split(16 * _BLOCK)))
             continue
         few.append(grad)
         size += grad.numel()
-        if size >= _BLOCK:
+        if size >= _GATHERED:
             total += _sum_of_flat(_flatten_dense_tensors(few))
             few, size = [], 0
     return total + (_sum_of_flat(_flatten_dense_tensors(few)) if few else 0.0)
@@ -71,7 +69,10 @@ def _sum_of_flat(flat: Tensor) -> float:
 
 def _sum_in_float64(grads: Sequence[Tensor]) -> float:
     sums = [torch.zeros((), dtype=torch.float64, device=grads[0].device)] if grads else []
-    small, large = _part(grads, lambda grad: grad.numel() <= _BLOCK or not grad.is_contiguous() or grad.is_complex())
+    small, large = list[Tensor](), list[Tensor]()
+    for grad in grads:
+        is_small = grad.numel() <= _BLOCK or not grad.is_contiguous() or grad.is_complex()
+        (small if is_small else large).append(grad)
     if small:
         norms = torch._foreach_norm([as_real(grad) for grad in small], 2, dtype=torch.float64)
         sums.append(torch.stack(norms).square().sum())

@@ -40,14 +40,14 @@ class TorchBackend:
         self._generation = -1
         self._fused: dict[tuple[int, torch.dtype], list[int]] = {}
         self._plain: list[int] = []
-        self._has_wider_grads = False
+        self._of_share: dict[Share, tuple[list[int], list[int]]] = {}  # float32 in flat memory, and all others
 
     @torch.no_grad()
     def step(self, optimizer: FusedOptimizer, part: Part, request: Request) -> None:
         """One step; see :class:`~tritonamp.backends.Backend`."""
         inv_scale, norm = _inv_scale(request), math.nan
         if request.needs_norm:
-            norm = global_norm([grad for _, grad in self._present(optimizer, part)], inv_scale)
+            norm = math.hypot(*(norm for _, norm in self._norms(optimizer, part, inv_scale)))
         self._finish(optimizer, part, request, inv_scale, norm)
 
     @torch.no_grad()
@@ -55,13 +55,9 @@ class TorchBackend:
         """See :class:`~tritonamp.backends.Backend`."""
         if not request.needs_norm:
             return None
-        inv_scale, grads = _inv_scale(request), dict[Share, list[Tensor]]()
-        for entry, grad in self._present(optimizer, part):
-            grads.setdefault(entry.share._replace(shard=0), []).append(grad)
         sums = torch.zeros(part.agreement.slots, 2, dtype=torch.float64, device=self.device)
         sums[0, 1] = math.nan if _was_found(request) else 0.0
-        for share, of_share in grads.items():
-            norm = global_norm(of_share, inv_scale)
+        for share, norm in self._norms(optimizer, part, _inv_scale(request)):
             square = math.inf if norm >= _LARGEST_NORM else norm * norm
             sums[share.slot, 0 if share.counts else 1] += square if share.counts else square - square
         return sums
@@ -97,13 +93,19 @@ class TorchBackend:
                 scale[RECORDED_INF] = max(scale[RECORDED_INF], float(found_inf))
             request.loss_scale.copy_(torch.tensor(scale, dtype=torch.float64, device="cpu"))
 
-    def _present(self, optimizer: FusedOptimizer, part: Part) -> Iterator[tuple[Entry, Tensor]]:
-        """Entries that have a gradient with elements, and that as the update will read it."""
+    def _norms(self, optimizer: FusedOptimizer, part: Part, inv_scale: float) -> Iterator[tuple[Share, float]]:
+        """The norm of the gradients that are there, for each share."""
         if self._generation != part.generation:
             self._sort(optimizer, part)
-        for entry, grad in zip(part.entries, part.grads, strict=True):
-            if grad is not None and grad.numel():
-                yield entry, _narrowed(grad, compute_dtype(entry.param)) if self._has_wider_grads else grad
+        for share, (in_rows, one_by_one) in self._of_share.items():
+            flat = [grad for i in in_rows if (grad := part.grads[i]) is not None]
+            others = [
+                _narrowed(grad, compute_dtype(part.entries[i].param))
+                for i in one_by_one
+                if (grad := part.grads[i]) is not None
+            ]
+            if flat or others:
+                yield share, global_norm(flat, others, inv_scale)
 
     def advance(self, loss_scale: Tensor) -> None:
         """See :class:`~tritonamp.backends.Backend`."""
@@ -136,23 +138,18 @@ class TorchBackend:
                 _run_plain(run_plain, optimizer.param_groups[entry.group], item, factors[entry.group])
 
     def _sort(self, optimizer: FusedOptimizer, part: Part) -> None:
-        """Sort the entries, by number, into those that fused kernels take together and all others."""
-        self._fused, self._plain = {}, []
+        """Sort the entries, by number: how they are updated, and how their gradients' squares are added up."""
+        self._fused, self._plain, self._of_share = {}, [], {}
         for i, entry in enumerate(part.entries):
-            if self._can_fuse(entry, optimizer.param_groups[entry.group]):
+            is_flat = self.device.type == "cpu" and layout_of(entry.param, entry.grad_strides) is None
+            if is_flat and _can_fuse(entry, optimizer.param_groups[entry.group]):
                 self._fused.setdefault((entry.group, entry.param.dtype), []).append(i)
             else:
                 self._plain.append(i)
-        self._has_wider_grads = any(_is_wider(entry.grad_dtype, compute_dtype(entry.param)) for entry in part.entries)
+            if entry.param.numel():
+                in_rows, one_by_one = self._of_share.setdefault(entry.share._replace(shard=0), ([], []))
+                (in_rows if is_flat and entry.grad_dtype == torch.float32 else one_by_one).append(i)
         self._generation = part.generation
-
-    def _can_fuse(self, entry: Entry, group: dict[str, Any]) -> bool:
-        """Whether torch's fused kernels, which walk flat memory of one dtype, take it."""
-        if group.get("amsgrad"):
-            return False  # they drop a NaN from the maximum, in the last elements of a tensor
-        dtype = entry.param.dtype
-        same = dtype == entry.grad_dtype == compute_dtype(entry.param)
-        return self.device.type == "cpu" and same and layout_of(entry.param, entry.grad_strides) is None
 
 
 def _inv_scale(request: Request) -> float:
@@ -178,13 +175,17 @@ def _clip(max_norm: float | None, norm: float) -> float:
 # The update.
 
 
-def _is_wider(grad_dtype: torch.dtype, compute: torch.dtype) -> bool:
-    return compute == torch.float32 and real_dtype(grad_dtype) == torch.float64
+def _can_fuse(entry: Entry, group: dict[str, Any]) -> bool:
+    """Whether torch's fused kernels, which walk flat memory of one dtype, take it."""
+    if group.get("amsgrad"):
+        return False  # they drop a NaN from the maximum, in the last elements of a tensor
+    return entry.param.dtype == entry.grad_dtype == compute_dtype(entry.param)
 
 
 def _narrowed(grad: Tensor, compute: torch.dtype) -> Tensor:
     """A float64 gradient of a parameter that is computed in float32, as the update will read it."""
-    return as_real(grad).to(compute) if _is_wider(grad.dtype, compute) else grad
+    is_wider = compute == torch.float32 and real_dtype(grad.dtype) == torch.float64
+    return as_real(grad).to(compute) if is_wider else grad
 
 
 def _is_divisor(factor: float, dtype: torch.dtype) -> bool:
