@@ -18,6 +18,7 @@ from bench import gpu_check, tuning
 from bench.gpu_check import CHECKS, Setting
 from bench.kernel import RULES
 from bench.tuning import CONFIGURATIONS, Configuration
+from tritonamp import plan
 from tritonamp.testing.virtual_gpu import virtual_gpu
 
 pytestmark = pytest.mark.compiled
@@ -43,6 +44,13 @@ def test_checks_pass(name: str, capsys: pytest.CaptureFixture[str]) -> None:
 def test_checks_that_need_cuda_are_skipped_by_name(capsys: pytest.CaptureFixture[str]) -> None:
     assert gpu_check.run(SETTING, ["graph", "offsets"]) == 0
     assert capsys.readouterr().out == "skip  graph: needs CUDA\nskip  offsets: needs CUDA\n"
+
+
+def test_the_check_of_two_devices_passes_on_two_that_are_one(monkeypatch: pytest.MonkeyPatch) -> None:
+    numbers: dict[int, int] = {}
+    device_of = lambda param: torch.device("cpu", numbers.setdefault(id(param), len(numbers)) % 2)  # noqa: E731
+    monkeypatch.setattr(plan, "device_of", device_of)
+    gpu_check.steps_on_two_devices_equal_the_oracle(SETTING)
 
 
 def wrong_decay(monkeypatch: pytest.MonkeyPatch) -> None:
