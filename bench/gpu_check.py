@@ -183,8 +183,10 @@ def steps_on_two_devices_equal_the_oracle(setting: Setting) -> None:
     """Every other parameter on a second GPU, or on the CPU where there is none; a checkpoint in between."""
     other = torch.device("cuda", 1) if torch.cuda.device_count() > 1 else torch.device("cpu")
     for rule, options in OPTIMIZERS:
-        params = [param.detach().to([setting.device, other][i % 2]) for i, param in enumerate(make_params(setting))]
-        optimizer = rule([p.requires_grad_() for p in params], max_norm=1.0, loss_scale="dynamic", **options)
+        params = make_params(setting)
+        for param in params[1::2]:
+            param.data = param.data.to(other)
+        optimizer = rule(params, max_norm=1.0, loss_scale="dynamic", **options)
         for number in range(5):
             set_grads(params, scaled(optimizer) * 0.01)
             if number in (1, 2):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import weakref
 from types import SimpleNamespace
 from typing import Any
 from unittest import mock
@@ -12,6 +13,7 @@ import torch
 from conftest import Runner
 from problem import assert_same_bits, checked_step, make_params, scaled, set_grads, values
 from torch import nn
+from torch.testing._internal.two_tensor import TwoTensor
 
 import tritonamp
 from tritonamp.checks import _check_apart
@@ -311,3 +313,69 @@ def test_parameters_at_one_address_of_two_devices_are_apart() -> None:
     params[1].stride.return_value, params[1].element_size.return_value = (1,), 4
     with pytest.raises(RuntimeError, match="share memory"):
         _check_apart(params)
+
+
+def test_a_gradient_like_an_earlier_one_does_not_fit_what_the_parameter_is_by_now(runner: Runner) -> None:
+    """A sharding scheme that swaps ``.data`` at the wrong moment."""
+    params = make_params([(3,), (3,)])
+    optimizer = SGD(params, loss_scale=None, backend=runner.backend)
+    set_grads(params)
+    optimizer.step()
+    small, large = params[0].data, torch.zeros(8)
+    params[0].grad = None
+    params[0].data = large
+    optimizer.step()
+    params[0].data = small
+    params[0].grad = torch.ones(3)
+    params[0].data = large
+    with pytest.raises(RuntimeError, match=r"parameter 0 \(shape \(8,\).* has a gradient of shape \(3,\)"):
+        optimizer.step()
+
+
+def test_a_gradient_of_another_class_than_the_last_is_refused(runner: Runner) -> None:
+    (param,) = make_params([(3,)])
+    optimizer = SGD([param], loss_scale=None, backend=runner.backend)
+    set_grads([param])
+    optimizer.step()
+    param.grad = TwoTensor(torch.ones(3), torch.ones(3))
+    with pytest.raises(TypeError, match="has a gradient that is a TwoTensor"):
+        optimizer.step()
+
+
+def test_rounding_switched_to_stochastic_in_mid_run(runner: Runner) -> None:
+    params = [*make_params([(3,)]), *make_params([(600,)], torch.bfloat16)]
+    optimizer = AdamW(params, loss_scale=None, backend=runner.backend)
+    for rounding in ("nearest", "stochastic"):
+        optimizer.rounding = rounding
+        set_grads(params)
+        checked_step(optimizer)
+
+
+def test_state_that_is_lazily_conjugated_is_resolved(runner: Runner) -> None:
+    (param,) = make_params([(3,)], torch.complex64)
+    optimizer = SGD([param], momentum=0.9, loss_scale=None, backend=runner.backend)
+    for _ in range(2):
+        set_grads([param])
+        checked_step(optimizer)
+        optimizer.state[param]["momentum_buffer"] = optimizer.state[param]["momentum_buffer"].conj()
+
+
+def test_unscaling_that_is_refused_keeps_nothing() -> None:
+    (param,) = make_params([(3,)])
+    optimizer = SGD([param], loss_scale=2.0)
+    scaled(optimizer)
+    param.grad = torch.ones(3).to_sparse()
+    with pytest.raises(RuntimeError, match="sparse"):
+        optimizer.unscale_()
+    here = weakref.ref(param)
+    del param, optimizer.param_groups[:]
+    assert here() is None
+
+
+@pytest.mark.parametrize("value", [1.0, torch.inf])
+def test_nobody_looks_for_a_norm_that_nothing_asks_for(runner: Runner, value: float) -> None:
+    (param,) = make_params([(3,)])
+    optimizer = SGD([param], loss_scale=None, skip_nonfinite=False, backend=runner.backend)
+    param.grad = torch.full((3,), value)
+    checked_step(optimizer)
+    assert optimizer.grad_norm.isnan() and not optimizer.found_inf

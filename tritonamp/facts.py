@@ -17,13 +17,13 @@ def _strides(tensor: Tensor) -> Strides:
 
 
 class Facts:
-    """Dtype, shape, device, layout and strides of some tensors, and whether they are lazily conjugated or negated.
+    """Dtype, shape, device, layout, class and strides of some tensors; whether they are lazily conjugated or negated.
 
     The tensors are not kept.
 
     Attributes:
-        of_each: for each of them a tuple, dtype and shape first and the strides last: where a conjugation or negation
-            is still to be carried out, those of the result.
+        of_each: for each of them a tuple, dtype, shape and device first and the strides last: where a conjugation or
+            negation is still to be carried out, those of the result.
         has_empty: whether one has no elements.
         has_lazy: whether one has a conj or neg bit.
 
@@ -36,7 +36,7 @@ class Facts:
         self.has_empty, self.has_lazy = 0 in map(Tensor.numel, tensors), any(map(any, bits))
         strides = map(_strides if self.has_lazy else Tensor.stride, tensors)
         named = (map(attrgetter(name), tensors) for name in ("dtype", "shape", "device", "layout"))
-        self.of_each = list(zip(*named, *bits, strides, strict=True))
+        self.of_each = list(zip(*named, map(type, tensors), *bits, strides, strict=True))
         self._number = len(tensors)
         self._are_alike = _guard(tensors)
 

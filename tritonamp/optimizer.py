@@ -211,13 +211,15 @@ class FusedOptimizer(StepReport):
             self._refuse_outer_scaler("unscale_()")
         if self._is_unscaled or self._loss_scale is None or not self._is_armed:
             return
-        has_gradients = self._plan.look(self) and any(grad is not None for grad in self._plan.grads)
-        if has_gradients:
-            found_inf = torch.zeros(1, dtype=torch.float32, device=self._device())
-            inv_scale = self._scale_state()[0].reciprocal().to(torch.float32)
-            unscale_grads(self._params(), inv_scale, found_inf)
-            self._outcome_state()[PENDING_INF] += found_inf[0]
-        self._plan.release()
+        try:
+            has_gradients = self._plan.look(self) and any(grad is not None for grad in self._plan.grads)
+            if has_gradients:
+                found_inf = torch.zeros(1, dtype=torch.float32, device=self._device())
+                inv_scale = self._scale_state()[0].reciprocal().to(torch.float32)
+                unscale_grads(self._params(), inv_scale, found_inf)
+                self._outcome_state()[PENDING_INF] += found_inf[0]
+        finally:
+            self._plan.release()
         self._is_unscaled = has_gradients  # what comes later is scaled
 
     @_disable_dynamo

@@ -270,9 +270,11 @@ class Plan(Part):
                 keys_of.append((owner, keys))
             dtype, strides = getattr(owner, "grad_dtype", None) or param.dtype, param.stride()
             if self._last_grads[index] is not None:
-                last_dtype, shape, *_, last_strides = self._last_grads[index]
-                if shape == param.shape:
+                last_dtype, shape, device, *_, last_strides = self._last_grads[index]
+                if (shape, device, last_dtype.is_complex) == (param.shape, param.device, param.is_complex()):
                     dtype, strides = last_dtype, last_strides
+                else:
+                    self._last_grads[index] = None  # such a gradient, however familiar, does not fit any more
             if needs_state and not has_state and owner.numel():
                 self._last_grads[index] = None  # its next gradient, however familiar, is to make state
             share, at_or_none = self.agreement.share(owner), at if has_state else -1

@@ -52,7 +52,7 @@ def prepare_state(state: dict[str, Any], owner: Tensor, names: Sequence[str]) ->
             continue
         if tensor.shape != owner.shape:
             raise RuntimeError(f"state {name!r} has shape {tuple(tensor.shape)}, its parameter {tuple(owner.shape)}")
-        part = part_of(tensor, owner)
+        part = part_of(tensor, owner).resolve_conj().resolve_neg()
         if part.dtype != dtype or part.device != param.device or part.stride() != strides:
             part = torch.empty_strided(param.shape, strides, dtype=dtype, device=param.device).copy_(part)
         if part is not local_of(tensor):

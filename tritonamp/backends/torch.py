@@ -228,7 +228,7 @@ def _run_plain(
     *states, p = states if entry.kept == MASTER else (*states, param.to(dtype))
     update(group, p, -g if group["maximize"] else g, list(map(as_real, states)), step)
     if entry.kept == STOCHASTIC:
-        random = noise(group["rounding_seed"], entry.stream, int(step), param.numel(), param.device)
+        random = noise(group.get("rounding_seed", 0), entry.stream, int(step), param.numel(), param.device)
         param.copy_(round_stochastically(p, random.as_strided(param.shape, dense_strides(param))))
     elif p is not param:
         param.copy_(p)
