@@ -48,7 +48,10 @@ def test_checks_that_need_cuda_are_skipped_by_name(capsys: pytest.CaptureFixture
 
 def test_the_check_of_two_devices_passes_on_two_that_are_one(monkeypatch: pytest.MonkeyPatch) -> None:
     numbers: dict[int, int] = {}
-    device_of = lambda param: torch.device("cpu", numbers.setdefault(id(param), len(numbers)) % 2)  # noqa: E731
+
+    def device_of(param: torch.Tensor) -> torch.device:
+        return torch.device("cpu", numbers.setdefault(id(param), len(numbers)) % 2)
+
     monkeypatch.setattr(plan, "device_of", device_of)
     gpu_check.steps_on_two_devices_equal_the_oracle(SETTING)
 

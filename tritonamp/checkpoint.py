@@ -50,9 +50,9 @@ def check(groups: Sequence[Group], state_dict: Mapping[str, Any], inseparable: S
         step = state.get("step", 0)
         if not (step.numel() == 1 if isinstance(step, Tensor) else isinstance(step, (int, float))):
             raise ValueError(f"the checkpoint's state 'step' must be a number, got {step!r}")
-        for key in inseparable:
-            if float(step) > 0 and state.get(key) is None:
-                raise ValueError(f"the checkpoint counts {float(step):g} steps, but has no state {key!r}")
+        missing = [key for key in inseparable if state.get(key) is None]
+        if missing and float(step) > 0:  # in this order: nothing is missing as a rule, and the device not waited for
+            raise ValueError(f"the checkpoint counts {float(step):g} steps, but has no state {missing[0]!r}")
         for key in _STATE:
             value = state.get(key)
             if value is not None and (not isinstance(value, Tensor) or value.layout != torch.strided):

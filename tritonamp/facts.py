@@ -28,7 +28,7 @@ class Facts:
         has_lazy: whether one has a conj or neg bit.
 
     Raises:
-        RuntimeError, NotImplementedError: for a tensor that says nothing of strides, as some sparse ones.
+        RuntimeError: for a tensor that says nothing of strides, as some sparse ones.
     """
 
     def __init__(self, tensors: Sequence[Tensor]) -> None:

@@ -145,7 +145,7 @@ class Plan(Part):
         self._owners = [*compress(owners, used)] if self._has_shards else params
         try:
             param_facts, grad_facts = self._param_facts.again(params), self._grad_facts.again(present)
-        except (RuntimeError, NotImplementedError):  # a sparse tensor
+        except RuntimeError:  # a sparse tensor
             check(optimizer, all_params, all_grads, used)
             raise
         ids = list(map(id, self._owners))
@@ -238,7 +238,7 @@ class Plan(Part):
                 state = list(map(local_of, state))
             self._state_facts = self._state_facts.again(state)
             addresses = list(map(Tensor.data_ptr, state))
-        except (IndexError, KeyError, TypeError, RuntimeError, NotImplementedError):  # gone, or no dense tensors
+        except (IndexError, KeyError, TypeError, RuntimeError):  # gone, or no dense tensors
             return None
         self.state = state
         options = [(len(group["params"]), optimizer._state_names(group)) for group in optimizer.param_groups]
@@ -269,14 +269,13 @@ class Plan(Part):
                 prepare_state(optimizer.state[owner], owner, keys)
                 keys_of.append((owner, keys))
             dtype, strides = getattr(owner, "grad_dtype", None) or param.dtype, param.stride()
-            if self._last_grads[index] is not None:
-                last_dtype, shape, device, *_, last_strides = self._last_grads[index]
-                if (shape, device, last_dtype.is_complex) == (param.shape, param.device, param.is_complex()):
-                    dtype, strides = last_dtype, last_strides
-                else:
-                    self._last_grads[index] = None  # such a gradient, however familiar, does not fit any more
-            if needs_state and not has_state and owner.numel():
-                self._last_grads[index] = None  # its next gradient, however familiar, is to make state
+            last = self._last_grads[index]
+            is_fitting = last is not None and _is_like(last, param)
+            if is_fitting:
+                dtype, *_, strides = last
+            if not is_fitting or (needs_state and not has_state and owner.numel()):
+                # The next one, however familiar, is to be checked again, or to make state.
+                self._last_grads[index] = None
             share, at_or_none = self.agreement.share(owner), at if has_state else -1
             stream = position | share.shard << 48
             self.entries.append(Entry(param, number, owner, share, dtype, strides, stream, kept, len(keys), at_or_none))
@@ -298,6 +297,12 @@ class Plan(Part):
         """Carry out lazy conjugations and negations: the kernels read memory as it is."""
         if self._grad_facts.has_lazy:
             self.grads = [None if grad is None else grad.resolve_conj().resolve_neg() for grad in self.grads]
+
+
+def _is_like(facts: tuple[Any, ...], param: Tensor) -> bool:
+    """Whether a gradient of such facts can be the parameter's."""
+    dtype, shape, device, *_ = facts
+    return bool((shape, device, dtype.is_complex) == (param.shape, param.device, param.is_complex()))
 
 
 def _versions(entry: Entry) -> tuple[int, int]:

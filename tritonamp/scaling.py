@@ -59,16 +59,14 @@ def unscale_grads(params: Iterable[Tensor], inv_scale: Tensor, found_inf: Tensor
         grad = local_of(param.grad)
         if grad is None:
             continue
-        if id(param.grad) in seen:  # two parameters' gradient
-            grad = grad.clone()
-            param.grad = like(param, grad)
+        own = grad.clone() if id(param.grad) in seen else grad  # not the gradient of another parameter, too
+        if own.is_conj() or own.is_neg():
+            own = own.resolve_conj().resolve_neg()
+        if 0 in own.stride():  # an expanded gradient: its elements share memory
+            own = own.clone(memory_format=torch.contiguous_format)
+        if own is not grad:
+            param.grad, grad = like(param, own), own
         seen.add(id(param.grad))
-        if grad.is_conj() or grad.is_neg():
-            grad = grad.resolve_conj().resolve_neg()
-            param.grad = like(param, grad)
-        if 0 in grad.stride():  # an expanded gradient: its elements share memory
-            grad = grad.clone(memory_format=torch.contiguous_format)
-            param.grad = like(param, grad)
         reals = torch.view_as_real(grad) if grad.is_complex() else grad
         grads_like.setdefault((reals.device, reals.dtype), []).append(reals.detach())
     for (device, _), grads in grads_like.items():

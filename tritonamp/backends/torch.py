@@ -98,7 +98,7 @@ class TorchBackend:
         if self._generation != part.generation:
             self._sort(optimizer, part)
         for share, (in_rows, one_by_one) in self._of_share.items():
-            flat = [grad for i in in_rows if (grad := part.grads[i]) is not None]
+            flat = _grads(part, in_rows)
             others = [
                 _narrowed(grad, compute_dtype(part.entries[i].param))
                 for i in one_by_one
@@ -126,8 +126,7 @@ class TorchBackend:
                 if chosen:
                     run_fused(optimizer.param_groups[number], part, chosen, factors[number])
                     if factors[number] != 1:
-                        divided = (part.grads[i] for i in chosen)
-                        torch.autograd.graph.increment_version([g for g in divided if g is not None])
+                        torch.autograd.graph.increment_version(_grads(part, chosen))
             else:
                 plain = plain + numbers
         for i in plain:
@@ -240,13 +239,18 @@ def _divisor(factor: float) -> Tensor | None:
     return None if factor == 1 else torch.full((), divisor, dtype=torch.float32, device="cpu")
 
 
+def _grads(part: Part, numbers: Sequence[int]) -> list[Tensor]:
+    """The gradients of some entries, where there are any."""
+    return [grad for i in numbers if (grad := part.grads[i]) is not None]
+
+
 def _columns(part: Part, numbers: Sequence[int]) -> tuple[list[Tensor], list[Tensor], list[list[Tensor]]]:
     """Params, grads and states of some entries; the first of the states, where there are any, are step counters."""
     entries = [part.entries[i] for i in numbers]
-    grads = [grad for i in numbers if (grad := part.grads[i]) is not None]
     places = [entry.at for entry in entries]
     n_states = 1 + entries[0].n_states if places[0] >= 0 else 0
-    return [entry.param for entry in entries], grads, [[part.state[at + k] for at in places] for k in range(n_states)]
+    states = [[part.state[at + k] for at in places] for k in range(n_states)]
+    return [entry.param for entry in entries], _grads(part, numbers), states
 
 
 def _count(steps: list[Tensor]) -> None:
